@@ -83,7 +83,6 @@ TESTED_BY = {
     ],
     "trainers/run/task.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/run/startup.py": ["trainers/test_pretrain_gpt.py"],
-    "trainers/data/text_input.py": ["trainers/cleaning/test_input_blocks.py", "trainers/test_preprocess_data.py"],
     "trainers/tasks/bert.py": ["trainers/test_pretrain_bert.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "trainers/tasks/layers.py": ["trainers/test_config.py", "trainers/tasks/test_transformer.py"],

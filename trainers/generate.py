@@ -20,20 +20,7 @@ from .checkpoints import disk
 from .files.writing import check_writable
 from .generation.conversation import History, Lines, converse
 from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
-from .options import (
-    Batch,
-    Count,
-    Length,
-    Natural,
-    Seed,
-    Text,
-    ValidRange,
-    between,
-    given,
-    option,
-    require,
-    words_of,
-)
+from .options import Batch, Count, Length, Natural, Seed, Text, ValidRange, between, given, option, require, words_of
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
 from .trained import LoadConfig, Trained, loaded
@@ -122,10 +109,9 @@ def main(world: Communicator) -> int:
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
         if config.interactive:
             return _converse(config, world, trained)
-        else:
-            tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
-            _require_memory(config, trained.model, max(map(len, tokens)))
-            _write(config, grid, trained, prompts, tokens)
+        tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
+        _require_memory(config, trained.model, max(map(len, tokens)))
+        _write(config, grid, trained, prompts, tokens)
     return 0
 
 

@@ -208,12 +208,11 @@ def preprocess(args: PreprocessConfig) -> str:
     else:
         pieces = text_files.cut(source.pieces()) if tokenizer.can_cut_text else text_files.whole(source.pieces())
     prefix = args.prefix
-    tokenizer_file = tokenizer_path(prefix)
     with IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
         progress = source.progress(pieces, "tokenise")
         items, size = _encode(progress, tokenizer, eod, writer, items=args.split_sentences)
         require(writer.num_tokens, "--input: the tokenizer found no token in it")
-        writer.add_file(tokenizer_file, tokenizer.to_bytes())
+        writer.add_file(tokenizer_path(prefix), tokenizer.to_bytes())
     seconds = time.perf_counter() - start
     sentences = f"{items} sentences, " if args.split_sentences else ""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -86,11 +87,8 @@ class Preset:
     def smallest_tensor(self, gigabytes: float) -> int | None:
         """The smallest tensor-parallel size with which a rank fits a device, beside RESERVE_GB; None if none does."""
         shape = self.shape()
-        for tensor in range(1, shape.heads + 1):
-            divides = shape.heads % tensor == shape.hidden % tensor == shape.vocab % tensor == 0
-            if divides and self.rank_bytes(tensor) <= 1e9 * (gigabytes - RESERVE_GB):
-                return tensor
-        return None
+        dividing = (n for n in range(1, shape.heads + 1) if math.gcd(shape.heads, shape.hidden, shape.vocab) % n == 0)
+        return next((n for n in dividing if self.rank_bytes(n) <= 1e9 * (gigabytes - RESERVE_GB)), None)
 
     def settings(self) -> dict[str, Any]:
         """The values of the training command's options."""

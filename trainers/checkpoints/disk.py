@@ -12,13 +12,13 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 #: errors that mean that there is no room on the disk, or not for this user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class RangeWriter:
+class RangeWriter(contextlib.AbstractContextManager["RangeWriter"]):
     """Writes byte ranges of one file, of which other processes write other ranges at the same time.
 
     It never reads: a client of NFS that reads part of a page may write the whole page back.
@@ -42,9 +42,6 @@ class RangeWriter:
             while self.problem is None and left:
                 count = os.pwrite(self._file, left, start)
                 start, left = start + count, left[count:]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._file < 0:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
@@ -123,7 +123,7 @@ def _start(pid: int) -> str | None:
     return None if state in "ZX" and int(rest[16]) <= 1 else rest[18]
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """The lock of ``folder``, for one process. `attempt` takes it; a thread then touches it until `release`.
 
     beat, dead: BEAT_SECONDS and DEAD_SECONDS, unless a test is in a hurry.
@@ -204,26 +204,22 @@ class FolderLock:
         return (folder.stat().st_mtime_ns - record.touched) / 1e9 >= self._dead
 
     def _touch(self) -> None:
-        while not self._ended.wait(self._beat):
+        while self._problem is None and not self._ended.wait(self._beat):
             with contextlib.suppress(OSError):  # a problem of the disk or the server is told by those who write
-                holder = self._touched()
-                if holder is not None:
-                    self._problem = (
-                        f"--save {self.path.parent}: {holder}, has taken the folder over, because this run did not "
-                        f"answer for {self._dead:g} s; this run ends"
-                    )
-                    return
+                self._touched()
 
-    def _touched(self) -> Record | None:
-        """Touch the file, or make it again if somebody removed it. The record of another holder, if there is one."""
+    def _touched(self) -> None:
+        """Touch the file, or make it again if somebody removed it. Another holder's file is a problem."""
         now = read(self.path)
         if now is None:
             self._make(self.path)
-        elif now.nonce != self._me["nonce"]:
-            return now
-        else:
+        elif now.nonce == self._me["nonce"]:
             os.utime(self.path)
-        return None
+        else:
+            self._problem = (
+                f"--save {self.path.parent}: {now}, has taken the folder over, because this run did not answer for "
+                f"{self._dead:g} s; this run ends"
+            )
 
     def problem(self) -> str | None:
         """Why this process has lost the lock; None while it holds it."""
@@ -241,16 +237,11 @@ class FolderLock:
             if (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
                 self.path.unlink()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.release()
 
 
-def hold(
-    world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS, option: str = "--save"
-) -> FolderLock:  # fmt: skip
+def hold(world: Communicator, folder: Path, *, wait: float = WAIT_SECONDS, option: str = "--save") -> FolderLock:
     """The lock of the existing ``folder``, which rank 0 holds; on the other ranks an object without effect. Collective.
 
     option: the one that names the folder, for messages.

@@ -113,9 +113,7 @@ def _read_runs(source: ByteSource, target: Tensor, begin: int, runs: Sequence[tu
             source.read(values[low - begin : high - begin], first + low - place)
 
 
-def _read_rows(
-    source: ByteSource, target: Tensor, top: int, runs: Sequence[tuple[int, int, int]], width: int
-) -> None:  # fmt: skip
+def _read_rows(source: ByteSource, target: Tensor, top: int, runs: Sequence[tuple[int, int, int]], width: int) -> None:
     """Fill ``target`` [rows, bytes] with the ``runs`` of each row, of ``width`` bytes, from number ``top`` on."""
     most = max(1, BLOCK // width)
     short = any(number < SHORT_ROW for *_, number in runs)

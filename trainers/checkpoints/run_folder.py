@@ -54,9 +54,7 @@ def require_free(config: TrainConfig) -> None:
             require_apart(folder, str(origin))
         elif origin is not None and origin != config.load and _goes_on(config, checkpoint.find(Path(origin))):
             raise UsageError(f"--save {folder}: holds the run that this one starts from; give another --save")
-    if config.overwrite:
-        return
-    if _same(config.load, config.save):  # files newer than the pointer are left from a crash
+    if config.overwrite or _same(config.load, config.save):  # there, files newer than the pointer are left from a crash
         return
     if _goes_on(config, found):
         assert found is not None

@@ -66,10 +66,9 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait until the checkpoint that is being written has its name. Collective. Raises UsageError as `start`."""
         writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        writer.finish()
-        self._keep()
+        if writer is not None:
+            writer.finish()
+            self._keep()
 
     def point_to_best(self) -> None:
         """Make the checkpoint of the trainer's iteration, which is complete, the best one of ``--save``. Collective.

@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from trainers.files.reading import read_text
-from trainers.files.schema import ReadPart, told
+from trainers.files.schema import ReadPart, read_as
 
 #: bytes; the placements of 100,000 parameters are 20 MB
 LARGEST = 1 << 28
@@ -83,7 +82,4 @@ class SavedState(ReadPart):
 
 def read(path: Path) -> SavedState:
     """The content of ``path``. Raises ValueError that names the file and the first key at fault, and OSError."""
-    try:
-        return SavedState.model_validate_json(read_text(path, LARGEST))
-    except ValidationError as error:
-        raise ValueError(f"{path} is damaged: {told(error)}") from None
+    return read_as(path, SavedState, LARGEST, " is damaged:")

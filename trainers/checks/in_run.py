@@ -131,11 +131,9 @@ class InRunChecks:
     def watching(self) -> Iterator[None]:
         """Around ``trainer.step()``. A step that has diverged (`Diverged`) leaves its batch."""
         try:
-            if not self._paced:
-                yield
-                return
             grid = self._trainer.grid
-            with trace(grid.tensor, grid.data, grid.pipeline) as self._log:
+            log = trace(grid.tensor, grid.data, grid.pipeline) if self._paced else contextlib.nullcontext()
+            with log as self._log:
                 yield
         except Diverged as error:
             raise UsageError(f"{error}; {self._save_batch(self._trainer.iteration)}") from error

@@ -65,10 +65,8 @@ def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> st
     hashed = [(name, checksum(tensor), sharded) for name, tensor, sharded in held]
     every = [(name, value) for name, value, _ in hashed]
     whole = [(name, value) for name, value, sharded in hashed if not sharded]
-    told = [
-        difference_between(grid.data, every),
-        difference_between(grid.tensor, whole),
-    ]  # every rank takes part in both
+    # Every rank takes part in both.
+    told = [difference_between(grid.data, every), difference_between(grid.tensor, whole)]
     return told[0] or told[1]
 
 

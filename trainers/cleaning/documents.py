@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 #: dropped documents that a report shows for each reason, and how many characters of each
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
@@ -94,8 +94,6 @@ class StageCount:
         return made
 
 
-class Stage(Protocol):
-    """What is done with documents, each by itself."""
-
-    def __call__(self, documents: list[Document], count: StageCount) -> list[Document]:
-        """The documents that are left, of which some are changed. count: gets what is changed and dropped."""
+#: What is done with documents, each by itself: it gives those that are left, of which some are changed. The count gets
+#: what is changed and dropped.
+Stage = Callable[[list[Document], StageCount], list[Document]]

@@ -92,9 +92,8 @@ class NearDuplicates:
         """Drop the second documents of pairs that are similar to the first, which are kept. Collective."""
         second, first = self._documents.to_owners(second, first)
         held = self._documents.held
-        first, second = np.divmod(
-            np.unique(first * held + second), held
-        )  # each pair once, sorted by the first document
+        # Each pair once, sorted by the first document.
+        first, second = np.divmod(np.unique(first * held + second), held)
         sizes = self._documents.lookup(self._sizes, first) + self._sizes[second]
         runs = list(chunks(sizes, self._buffer))
         most = reduced(self._comm, len(runs), "max")

@@ -47,8 +47,6 @@ class FixText:
         if "&" in text:  # whether ftfy decodes an entity depends on the lines before
             return self._fix(text)
         lines = text.split("\n")
-        if len(lines) == 1:
-            return self._fix(text)
         lines = [line + "\n" for line in lines[:-1]] + lines[-1:]
         return "".join(line if _PLAIN.fullmatch(line) else self._fix(line) for line in lines)
 

@@ -21,7 +21,6 @@ from commengine.rank_zero import on_every_rank
 
 from .documents import EXAMPLES, Document, StageCount, text_hash
 from .exchange import Numbering, exchange, split_by
-from .input_blocks import row_line
 
 Array = NDArray[Any]
 
@@ -56,6 +55,14 @@ class SpillFile:
     def close(self) -> None:
         """Give the disk's space back."""
         self._file.close()
+
+
+def row_line(row: dict[str, Any]) -> bytes:
+    """A row as a line of JSON, newline included."""
+    try:
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # a value beside the text spells half of a surrogate pair
+        return (json.dumps(row) + "\n").encode()
 
 
 def chunks(sizes: Array, limit: int) -> Iterator[tuple[int, int]]:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from commengine import Communicator, UsageError
 from commengine.errors import usage_errors
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
+from trainers.data.text_input import Block
 
 from .documents import EXAMPLE_CHARACTERS, EXAMPLES, Document, Stage, StageCount
 from .duplicates import BINS, NearDuplicates
@@ -34,7 +35,6 @@ from .exchange import Numbering, reduced
 from .filters import chosen_stages
 from .grams import BANDS, GRAM, band_keys
 from .held_out import Decontaminate
-from .input_blocks import Block, blocks
 from .owned_documents import OwnedDocuments, SpillFile, chunks
 from .settings import CorpusSettings
 
@@ -81,10 +81,10 @@ class _Corpus:
         world, settings = self._world, self._settings
         size = sum(Path(path).stat().st_size for path in settings.files)
         at_once = min(settings.buffer // 8, max(size // (world.size * _BLOCKS), 1 << 16))
-        mine = blocks(settings, settings.files, at_once)[world.rank :: world.size]
+        mine = settings.blocks(settings.files, at_once)[world.rank :: world.size]
         with self._bar("read", sum(block.end - block.begin for block in mine), "B") as bar:
-            for turn in range(reduced(world, len(mine), "max")):
-                block = mine[turn] if turn < len(mine) else None
+            idle = [None] * (reduced(world, len(mine), "max") - len(mine))  # while others read theirs
+            for block in [*mine, *idle]:
                 documents = on_every_rank(world, lambda block=block: self._filtered(block))  # type: ignore[misc]
                 with self._timed("exchange"):
                     self._documents.send(documents)

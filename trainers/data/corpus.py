@@ -16,14 +16,7 @@ from trainers.options import Length, Vocabulary, given, option, require
 
 from .blend import WeightedPrefix, read_blend, require_files, verify
 from .indexed import IndexedDataset, tokenizer_path
-from .samples import (
-    NoSamplesError,
-    Samples,
-    TokenSamples,
-    ZipfSamples,
-    split_documents,
-    split_weights,
-)
+from .samples import NoSamplesError, Samples, TokenSamples, ZipfSamples, split_documents, split_weights
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
 

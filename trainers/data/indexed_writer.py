@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from trainers.files import checksums
 from .indexed import CODES, HEADER, MAGIC, VERSION, bin_path, checksums_path, idx_path, type_names
 
 
-class IndexedDatasetWriter:
+class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWriter"]):
     """A writer of ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.xxh3``. The data set is complete or it does not exist.
 
     For a ``with`` block. Tokens are streamed to ``PREFIX.bin.tmp``. The end of the block writes all other files under
@@ -92,9 +91,6 @@ class IndexedDatasetWriter:
         documents = np.array(self._documents, dtype="<i8")
         yield HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents))
         yield from (part.data for part in (lengths, offsets, documents))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,17 +45,8 @@ def sentence_map(
 
     The work is in NumPy, for blocks of about a million sentences; a Python loop only follows the chain of samples.
     """
-    parts = list(_blocks(dataset, documents, target, short_seq_prob, seed, 2 if pairs else 1, one_sentence))
-    if not parts:
-        nothing = np.empty(0, dtype=np.int64)
-        return SentenceMap(nothing, nothing, nothing, nothing.astype(np.int32))
-    return SentenceMap(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _blocks(
-    dataset: IndexedDataset, documents: range, target: int, short_seq_prob: float, seed: int, least: int,
-    one_sentence: bool,
-) -> Iterator[SentenceMap]:  # fmt: skip
+    parts: list[SentenceMap] = []
+    least = 2 if pairs else 1
     draws = philox(seed, SHORT)
     begins = dataset.document_sequences
     first = documents.start
@@ -69,16 +59,20 @@ def _blocks(
         sums = np.concatenate(([0], np.cumsum(lengths[real])))
         targets = _targets(draws.random_raw(len(lengths))[real], target, short_seq_prob)
         chosen, following = _chain(sums, ends, targets, least)
-        if least == 2 and not one_sentence:
+        if pairs and not one_sentence:
             several = following[chosen] - chosen > 1
             chosen = chosen[several]
         if len(chosen):
             base, last = int(begins[first]), following[chosen] - 1
-            yield SentenceMap(
+            parts.append(SentenceMap(
                 sums[chosen] + dataset.document_offsets[first], base + real[chosen], base + real[last] + 1,
                 targets[chosen].astype(np.int32),
-            )  # fmt: skip
+            ))  # fmt: skip
         first = stop
+    if not parts:
+        nothing = np.empty(0, dtype=np.int64)
+        return SentenceMap(nothing, nothing, nothing, nothing.astype(np.int32))
+    return SentenceMap(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _targets(raw: npt.NDArray[np.uint64], target: int, short_seq_prob: float) -> npt.NDArray[np.int64]:

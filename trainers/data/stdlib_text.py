@@ -16,6 +16,7 @@ from pathlib import Path
 
 # Characters. A shorter document is usually a line such as "Wrapper for X".
 _SHORTEST = 200
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -55,13 +56,8 @@ def _new_docstrings(path: Path, seen: set[str]) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    found.sort(key=lambda node: getattr(node, "lineno", 0))
-    for node in found:
+    nodes = (node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
         text = ast.get_docstring(node, clean=False)
         text = inspect.cleandoc(text).strip() if text else ""
         # A lone surrogate is legal in a Python string, but it is no text.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from commengine.errors import usage_errors
 from trainers.options import option, require, words_of
@@ -14,6 +14,14 @@ from trainers.options import option, require, words_of
 from . import text_files
 from .text_files import TextPiece
 from .tokenizer import Tokenizer
+
+
+class Block(NamedTuple):
+    """The documents that begin in bytes [begin, end) of a file, so that each document is in exactly one block."""
+
+    path: str
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,15 @@ class TextInput:
             for file in written:
                 same = file.exists() and file.samefile(path)
                 require(not same, f"{output}: {file} is an {flag} file")
+
+    def blocks(self, paths: Sequence[str], size: int) -> list[Block]:
+        """The blocks of all files, of at most ``size`` bytes where a file can be cut. Raises OSError."""
+        found = []
+        for path in paths:
+            length = Path(path).stat().st_size
+            step = size if self.split_on_blank_lines or text_files.is_json_lines(path) else max(length, 1)
+            found += [Block(path, begin, min(begin + step, length)) for begin in range(0, length, step)]
+        return found
 
     def pieces(self, path: str, begin: int = 0, end: int | None = None) -> Iterator[TextPiece]:
         """The documents of a file that begin in these bytes, in order. Raises TextFileError and OSError."""

@@ -94,12 +94,12 @@ def read(path: str | os.PathLike[str]) -> list[Piece]:
     raw = Path(path).read_bytes()
     try:
         pieces = [_piece(line) for line in raw.decode().split("\n")[1:-2]]
-        whole = text(pieces).encode() == raw and all(
-            _covers(list(of_one)) for _, of_one in groupby(pieces, attrgetter("name"))
-        )
+        files = [list(of_one) for _, of_one in groupby(pieces, attrgetter("name"))]
+        once = len(files) == len({piece.name for piece in pieces})
+        whole = text(pieces).encode() == raw and once and all(map(_covers, files))
     except ValueError:
         whole = False
-    if not whole or len({piece.name for piece in pieces}) != sum(1 for _ in groupby(pieces, attrgetter("name"))):
+    if not whole:
         raise ChecksumError(f"{os.fspath(path)}: damaged: not the list of checksums that was written")
     return pieces
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from commengine import UsageError
 
-from .reading import InputFileError
+from .reading import RESULTS_BYTES, InputFileError, read_text
 
 Checked = TypeVar("Checked", bound=BaseModel)
 _SHOWN = 100  # characters of a key, and of a value
@@ -35,6 +36,17 @@ def checked(kind: type[Checked], data: Any) -> Checked:
         return kind.model_validate_json(json.dumps(data))  # of JSON, so that a list may be a tuple
     except ValidationError as error:
         raise ValueError(told(error)) from None
+
+
+def read_as(path: Path, kind: type[Checked], most: int = RESULTS_BYTES, fault: str = ":") -> Checked:
+    """The content of a JSON file as ``kind``. Raises InputFileError that names the file and the first key at fault.
+
+    fault: stands between the two. The file has at most ``most`` bytes.
+    """
+    try:
+        return kind.model_validate_json(read_text(path, most))
+    except ValidationError as error:
+        raise InputFileError(f"{path}{fault} {told(error)}") from None
 
 
 @contextmanager

@@ -110,9 +110,7 @@ class LabelledBatches(GlobalBatches[LabelledMicrobatch]):
         if self._longest is not None:
             tokens, types = (x[..., : self._longest].contiguous() for x in (tokens, types))
         indices = tuple(-1 if past else number for past, number in zip(past_end, numbers, strict=True))
-        return LabelledMicrobatch(
-            tokens, types, lengths, labels, indices, numbers.start, self.part, self.vocab_size
-        )  # fmt: skip
+        return LabelledMicrobatch(tokens, types, lengths, labels, indices, numbers.start, self.part, self.vocab_size)
 
 
 class LabelLoss:

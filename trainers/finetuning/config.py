@@ -71,30 +71,21 @@ class FinetuneConfig(FinetuneFlags):
             option, run = ("--ensemble", self.members[0]) if self.members else ("--load", self.load or "")
             best, words = source.best_checkpoint(run, option), f"{option} {run}"
             config = self.of_run(source.fine_tuned(best, words, verify=verify), words)
-        elif of_other_program(self.load):
-            config = self.of_pretrained_load()
-        elif (found := run_folder.checkpoint_to_load(self)) is None:
+        elif (found := run_folder.checkpoint_to_load(self)) is None and not of_other_program(self.load):
             config = self.of_model(*source.pretrained(self.pretrained_checkpoint, verify=verify))
-        elif source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
+        elif found is not None and source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
             words = given(self, "load")
             several = "with --seeds, --load is the folder of all of them (that of --save), and --pretrained-checkpoint"
             require(self.seeds == 1, f"{words}: is one run; {several} the run of pretrain_bert that they start from")
             config = self.of_run(source.fine_tuned(found, words, verify=verify), words)
         else:
-            config = self.of_pretrained_load()
+            both = "--load and --pretrained-checkpoint: both name a model to start from; leave one of them out"
+            require(self.pretrained_checkpoint is None, both)
+            config = self.of_model(*source.pretrained(self.load, verify=verify))
+            config = replace(config, load=None, pretrained_checkpoint=self.load)
         config = config.opened()
         config.shape(ranks)
         return config
-
-    def of_pretrained_load(self) -> Self:
-        """These settings for the pretrained model that ``--load`` names, which becomes ``--pretrained-checkpoint``.
-
-        Raises UsageError where it is no BERT, or an option says something else.
-        """
-        both = "--load and --pretrained-checkpoint: both name a model to start from; leave one of them out"
-        require(self.pretrained_checkpoint is None, both)
-        config = self.of_model(*source.pretrained(self.load, verify=self.verify_checkpoints))
-        return replace(config, load=None, pretrained_checkpoint=self.load)
 
     def of_seed(self, number: int) -> Self:
         """The settings of run ``number``, from 0, of several: the next seed, and a folder of its own in ``--save``."""

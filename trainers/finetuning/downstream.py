@@ -118,22 +118,16 @@ def _predicted(part: Part, logits: Logits) -> Iterator[tuple[Any, int]]:
     return zip(part.samples.rows, logits[part.name].argmax(dim=1).tolist(), strict=True)
 
 
-class PairFiles(NamedTuple):
-    """The files of a task of pairs: for each split the file of each part, and the name of its submission in GLUE."""
-
-    columns: PairColumns
-    splits: Mapping[str, Mapping[str, tuple[str, str]]]
-
-
 #: by ``--task``: multi-genre natural language inference (Williams et al. 2018); are two questions the same?
-PAIRS = {
-    "mnli": PairFiles(MNLI, {"train": {"train": ("train.tsv", "")}} | {
+#: The columns; and for each split the file of each part, and the name of its submission in GLUE.
+PAIRS: dict[str, tuple[PairColumns, Mapping[str, Mapping[str, tuple[str, str]]]]] = {
+    "mnli": (MNLI, {"train": {"train": ("train.tsv", "")}} | {
         split: {
             "matched": (f"{split}_matched.tsv", "MNLI-m.tsv"), "mismatched": (f"{split}_mismatched.tsv", "MNLI-mm.tsv"),
         }
         for split in ("dev", "test")
     }),
-    "qqp": PairFiles(QQP, {split: {split: (f"{split}.tsv", "QQP.tsv")} for split in ("train", "dev", "test")}),
+    "qqp": (QQP, {split: {split: (f"{split}.tsv", "QQP.tsv")} for split in ("train", "dev", "test")}),
 }  # fmt: skip
 
 

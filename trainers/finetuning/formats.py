@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from trainers.data.samples import IGNORED
 from trainers.files.reading import InputFileError, read_text
-from trainers.files.schema import ReadPart, told
+from trainers.files.schema import ReadPart, read_as
 
 LEVELS = ("middle", "high")
 LETTERS = "ABCD"
@@ -60,17 +60,6 @@ class _SQuAD(ReadPart):
     """A file of SQuAD."""
 
     data: list[_Article]
-
-
-_File = TypeVar("_File", bound=ReadPart)
-
-
-def _read(path: Path, kind: type[_File]) -> _File:
-    """The content of a file. Raises InputFileError that names the first key at fault."""
-    try:
-        return kind.model_validate_json(read_text(path))
-    except ValidationError as error:
-        raise InputFileError(f"{path}: {told(error)}") from None
 
 
 class Pair(NamedTuple):
@@ -127,10 +116,9 @@ def read_pairs(path: Path, columns: PairColumns, *, labelled: bool, skip: bool =
             left_out.append(number)
         else:
             raise InputFileError(f"{path}: line {number}: {problem} (--skip-damaged-rows leaves such rows out)")
-    if not found and left_out:
-        raise InputFileError(f"{path}: all of its {len(left_out)} rows are damaged")
     if not found:
-        raise InputFileError(f"{path}: holds no rows but its header")
+        said = f"all of its {len(left_out)} rows are damaged" if left_out else "holds no rows but its header"
+        raise InputFileError(f"{path}: {said}")
     return found, left_out
 
 
@@ -176,7 +164,7 @@ def read_level(folder: Path, level: str, *, labelled: bool) -> list[ChoiceQuesti
 
 
 def _questions(path: Path, name: str, *, labelled: bool) -> list[ChoiceQuestion]:
-    found = _read(path, _Examination)
+    found = read_as(path, _Examination)
     if labelled and found.answers is None:
         raise InputFileError(f"{path}: has no answers")
     letters = [None] * len(found.questions) if found.answers is None else found.answers
@@ -231,7 +219,7 @@ def read_squad(path: Path, version: str, *, labelled: bool, located: bool) -> Sp
     contexts: list[str] = []
     questions: list[SpanQuestion] = []
     seen: dict[str, str] = {}
-    for number, article in enumerate(_read(path, _SQuAD).data):
+    for number, article in enumerate(read_as(path, _SQuAD).data):
         for place, paragraph in enumerate(article.paragraphs):
             contexts.append(paragraph.context)
             for asked, one in enumerate(paragraph.qas):

@@ -54,7 +54,10 @@ def predict(config: FinetuneConfig, world: Communicator, folder: str | None = No
         threshold = config.null_score_diff_threshold
         if threshold is None:
             threshold = measures.get("threshold", _threshold_of(runs[0], option) if not config.members else None)
-        print("\n".join([f"{_title(config, runs, split)}", *_lines(measures)]), flush=True)
+        of = f"an ensemble of {len(runs)} runs" if len(runs) > 1 else runs[0]
+        rows = [f"  {name.replace('_', ' '):<28}{value:10.4f}" for name, value in measures.items()]
+        rows = rows or ["  no measures: the data has no labels"]
+        print("\n".join([f"{config.task}, {split} data: {of}", *rows]), flush=True)
         if output is not None:
             files = task.predictions(parts, logits, threshold)
             files["measures.json"] = json.dumps(measures, indent=1) + "\n"
@@ -132,14 +135,3 @@ def _threshold_of(run: str, option: str) -> float | None:
     path = found.parent / "metrics.jsonl"
     rows = metrics.read_rows(path)[0] if path.is_file() else []
     return {row["iteration"]: row[name] for row in rows if name in row}.get(pointer.iteration_of(found))
-
-
-def _title(config: FinetuneConfig, runs: list[str], split: str) -> str:
-    of = f"an ensemble of {len(runs)} runs" if len(runs) > 1 else runs[0]
-    return f"{config.task}, {split} data: {of}"
-
-
-def _lines(measures: Mapping[str, float]) -> list[str]:
-    if not measures:
-        return ["  no measures: the data has no labels"]
-    return [f"  {name.replace('_', ' '):<28}{value:10.4f}" for name, value in measures.items()]

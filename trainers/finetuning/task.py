@@ -155,12 +155,5 @@ def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify:
     Collective over the grid's world. Raises UsageError, on all ranks, if there is no BERT of this shape.
     """
     trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify)
-    theirs = dict(trained.model.named_parameters())
-    own = []
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in theirs:
-                parameter.copy_(theirs[name])
-            else:
-                own.append(name)
-    return own
+    missing, _ = model.load_state_dict(dict(trained.model.named_parameters()), strict=False)
+    return list(missing)

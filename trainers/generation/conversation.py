@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 from commengine import Communicator, UsageError
-from commengine.rank_zero import broadcast_json
+from commengine.rank_zero import on_rank_zero
 
 #: lines that are commands and no text, as every line is that begins with "/"
 FORGET, QUIT = "/new", "/quit"
@@ -39,26 +38,24 @@ class Lines:
 
         While rank 0 waits for a line, the other ranks sleep. Raises UsageError, on all ranks, if the line is no text.
         """
-        read: dict[str, Any] = {}
-        if self._world.rank == 0:
-            try:
-                line = self._read()
-                (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
-                read = {"line": line}
-            except EOFError:
-                read = {"line": None}
-            except KeyboardInterrupt:
-                print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
-                read = {"line": None, "interrupted": True}
-            except UnicodeError:
-                read = {"error": "standard input: not UTF-8 text"}
-            except (ValueError, OSError) as error:
-                read = {"error": f"standard input: {error}"}
-        read = broadcast_json(self._world, read)
-        if "error" in read:
-            raise UsageError(read["error"])
-        self.interrupted = "interrupted" in read
-        return None if read["line"] is None else str(read["line"])
+        line: str | None
+        line, self.interrupted = on_rank_zero(self._world, self._line_or_interrupt)
+        return line
+
+    def _line_or_interrupt(self) -> tuple[str | None, bool]:
+        try:
+            line = self._read()
+            (line or "").encode()  # bytes that are no text may have become halves of surrogate pairs
+            return line, False
+        except EOFError:
+            return None, False
+        except KeyboardInterrupt:
+            print(file=sys.stderr, flush=True)  # the terminal has written ^C behind the prompt
+            return None, True
+        except UnicodeError as error:
+            raise UsageError("standard input: not UTF-8 text") from error
+        except (ValueError, OSError) as error:
+            raise UsageError(f"standard input: {error}") from error
 
     def _read(self) -> str | None:
         asked = self._source is sys.stdin and sys.stdin.isatty()
@@ -101,19 +98,6 @@ class History:
         self._text, self.tokens, self.forgotten = "", [], 0
 
 
-@contextlib.contextmanager
-def _interrupts_on_rank_zero(world: Communicator) -> Iterator[None]:
-    """A block in which Ctrl-C, which a launcher hands to all ranks, raises KeyboardInterrupt on rank 0 alone."""
-    if world.rank == 0:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> int:
     """Read lines until the last one. ``answer(tokens, turn)`` shows the model's text and returns it.
 
@@ -122,41 +106,41 @@ def converse(world: Communicator, lines: Lines, history: History, answer: Callab
     Collective over ``world``, as are the calls of ``answer``; the remarks of rank 0 go to standard error. Called in the
     main thread, because the ranks but 0 ignore SIGINT meanwhile.
     """
-    with _interrupts_on_rank_zero(world):
-        _converse(world, lines, history, answer)
-        # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
-        if lines.interrupted and world.rank:
-            time.sleep(SIGNAL_SECONDS)
-    return INTERRUPTED if lines.interrupted else 0
-
-
-def _converse(world: Communicator, lines: Lines, history: History, answer: Callable[[list[int], int], str]) -> None:
-    """`converse` without its signals."""
 
     def say(text: str) -> None:
         if world.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    say(HELP)
-    turn = told = 0
-    while (line := lines.next()) is not None:
-        if line.startswith("/"):
-            command = line.strip()
-            if command == QUIT:
-                return
-            if command == FORGET:
-                history.clear()
-                told = 0
-            else:
-                hint = "a text that begins with / needs a blank before it"
-                say(f"error: {command.split()[0]:.40}: no such command; valid: {FORGET}, {QUIT} ({hint})")
-            continue
-        if line.strip():
-            history.say(line)
-        if not history.tokens:
-            continue  # after an empty line the model goes on, if there is something to go on from
-        if history.forgotten > told:
-            say(f"(the first {history.forgotten} tokens of the conversation are forgotten)")
-            told = history.forgotten
-        history.answer(answer(history.tokens, turn))
-        turn += 1
+    # A launcher hands Ctrl-C to all ranks, and it is rank 0's alone.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if world.rank else None
+    try:
+        say(HELP)
+        turn = told = 0
+        while (line := lines.next()) is not None:
+            if line.startswith("/"):
+                command = line.strip()
+                if command == QUIT:
+                    break
+                if command == FORGET:
+                    history.clear()
+                    told = 0
+                else:
+                    hint = "a text that begins with / needs a blank before it"
+                    say(f"error: {command.split()[0]:.40}: no such command; valid: {FORGET}, {QUIT} ({hint})")
+                continue
+            if line.strip():
+                history.say(line)
+            if not history.tokens:
+                continue  # after an empty line the model goes on, if there is something to go on from
+            if history.forgotten > told:
+                say(f"(the first {history.forgotten} tokens of the conversation are forgotten)")
+                told = history.forgotten
+            history.answer(answer(history.tokens, turn))
+            turn += 1
+        # The others have heard of rank 0's Ctrl-C, and their own may come a moment later.
+        if lines.interrupted and world.rank:
+            time.sleep(SIGNAL_SECONDS)
+    finally:
+        if world.rank:
+            signal.signal(signal.SIGINT, before)
+    return INTERRUPTED if lines.interrupted else 0

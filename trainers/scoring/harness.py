@@ -16,7 +16,6 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from commengine import UsageError
 from trainers.checkpoints import disk
-from trainers.data.tokenizer import Tokenizer
 
 from .passages import Passage
 from .service import ModelService
@@ -39,11 +38,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.service, self.max_length, self.max_gen_toks = service, length, max_gen_toks
         self._device = "cpu"
-
-    @property
-    def own_tokenizer(self) -> Tokenizer:
-        """The run's tokenizer; ``tokenizer`` stays None, because the harness takes it for one of transformers."""
-        return self.service.tokenizer
+        #: the run's; ``tokenizer`` stays None, because the harness takes it for one of transformers
+        self.own_tokenizer = service.tokenizer
 
     @property
     def eot_token_id(self) -> int:
@@ -111,7 +107,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         harness does: a decoder of SentencePiece takes the blank off such a text.
         """
         del disable_tqdm
-        prompts, asked, ends = [], [], []
+        prompts: list[list[int]] = []
+        asked: list[dict[str, Any]] = []
         for request in requests:
             context, given = request.args
             kwargs = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -124,11 +121,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             end = self.own_tokenizer.end_token
             stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=end) if stop]
             asked.append({"count": count, "stop": stops, "sampling": sampling})
-            ends.append(stops)
         texts = []
-        for stops, tokens in zip(ends, self.service.generate(prompts, asked), strict=True):
+        for one, tokens in zip(asked, self.service.generate(prompts, asked), strict=True):
             text = self.own_tokenizer.decode(tokens, special=False)
-            for stop in stops:
+            for stop in one["stop"]:
                 text = text.partition(stop)[0]
             texts.append(text)
         return texts

@@ -73,9 +73,8 @@ class ModelService:
 
     def _answer(self, order: dict[str, Any], passages: Sequence[Passage]) -> Any:
         """Compute what rank 0 asks for. Collective. passages: rank 0's."""
-        return self._scored(order, passages) if order["do"] == "score" else self._generated(order)
-
-    def _scored(self, order: dict[str, Any], passages: Sequence[Passage]) -> Scores:
+        if order["do"] == "generate":
+            return self._generated(order)
         tokens = broadcast_tokens(self.world, [one.tokens for one in passages])
         every = [Passage(*one) for one in zip(tokens, order["scored"], strict=True)]
         return score(self.model, every, self.grid.data, batch=self.batch, predict=True)

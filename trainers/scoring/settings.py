@@ -9,18 +9,7 @@ from typing import Annotated, Self
 
 from commengine.errors import usage_errors
 from trainers.files.writing import check_writable
-from trainers.options import (
-    Batch,
-    Length,
-    Natural,
-    NotNegative,
-    Seed,
-    Text,
-    ValidRange,
-    given,
-    option,
-    require,
-)
+from trainers.options import Batch, Length, Natural, NotNegative, Seed, Text, ValidRange, given, option, require
 from trainers.tasks.transformer import TransformerTrainConfig
 from trainers.trained import LoadConfig
 

@@ -78,9 +78,7 @@ def run(words: Sequence[str], signals: Signals, begun: Callable[[], bool], start
     of its own, so that Ctrl-C reaches it once; it gets SIGTERM if this process dies. Raises OSError if it cannot be
     started.
     """
-    child = subprocess.Popen(
-        list(words), stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with(os.getpid())
-    )  # fmt: skip
+    child = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with(os.getpid()))
     signals.child = child
     signals.pass_on()  # what came while the launcher was started
     deadline, late = time.monotonic() + start_seconds, False

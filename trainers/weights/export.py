@@ -173,55 +173,46 @@ def export(
     The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if the model is of no shape
     that transformers has, or if any rank cannot write.
     """
-    on_every_rank(grid.world, lambda: _told(folder, lambda: require_exportable(model.config)))
-    with working_folder(grid.world, folder, lambda work: _told(folder, work)) as own:
-        _write(model, grid, folder, own, small, head, may_replace)
-
-
-def _write(
-    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, own: Path, small: SmallFiles, head: TaskHead | None,
-    may_replace: Callable[[], None] | None,
-) -> None:  # fmt: skip
-    """`export`, by way of the folder ``own``."""
     world, config = grid.world, model.config
-    beside = own / NEW
-    values = first_copies(model)
-    dtype = next(iter(values.values())).dtype
-    pieces = list(_pieces(model, None if head is None else head.ours))
-    described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
-    problem: OSError | None = None
-    if grid.data.rank == 0:
-        here = ((piece, values[ours].detach()) for piece, ours in pieces if ours in values)
-        parts = ((piece.name, piece.of(one).contiguous()) for piece, one in here)
-        with disk.RangeWriter(beside / SAFETENSORS) as file:
+    on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
+    with working_folder(world, folder, lambda work: _told(folder, work)) as own:
+        beside, values = own / NEW, first_copies(model)
+        dtype = next(iter(values.values())).dtype
+        pieces = list(_pieces(model, None if head is None else head.ours))
+        described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
+        problem: OSError | None = None
+        if grid.data.rank == 0:
+            here = ((piece, values[ours].detach()) for piece, ours in pieces if ours in values)
+            parts = ((piece.name, piece.of(one).contiguous()) for piece, one in here)
             first = grid.pipeline.rank == 0
-            for start, data in parallel_safetensors.ranges(
-                described, parts, grid.tensor, metadata=METADATA, header=first
-            ):
-                file.write(start, data)
-        problem = file.problem
+            with disk.RangeWriter(beside / SAFETENSORS) as file:
+                for start, data in parallel_safetensors.ranges(
+                    described, parts, grid.tensor, metadata=METADATA, header=first
+                ):
+                    file.write(start, data)
+            problem = file.problem
 
-    def written() -> None:
-        if problem is not None:
-            raise problem
+        def written() -> None:
+            if problem is not None:
+                raise problem
 
-    on_every_rank(world, lambda: _told(folder, written))
+        on_every_rank(world, lambda: _told(folder, written))
 
-    def publish() -> None:
-        size, needed = disk.size(beside / SAFETENSORS), parallel_safetensors.file_size(described, METADATA)
-        if size != needed:
-            raise OSError(errno.EIO, f"has {size} bytes after writing {needed}", str(beside / SAFETENSORS))
-        small.write(beside, config, dtype, head)
-        disk.sync_folder(beside)
-        if may_replace is not None:
-            may_replace()
-        if folder.is_symlink() or folder.is_file():
-            disk.remove(folder)
-        elif folder.is_dir() and any(folder.iterdir()):
-            disk.replace(folder, own / OLD)  # removing it takes longer, and a kill meanwhile would leave half of it
-        disk.replace(beside, folder)
+        def publish() -> None:
+            size, needed = disk.size(beside / SAFETENSORS), parallel_safetensors.file_size(described, METADATA)
+            if size != needed:
+                raise OSError(errno.EIO, f"has {size} bytes after writing {needed}", str(beside / SAFETENSORS))
+            small.write(beside, config, dtype, head)
+            disk.sync_folder(beside)
+            if may_replace is not None:
+                may_replace()
+            if folder.is_symlink() or folder.is_file():
+                disk.remove(folder)
+            elif folder.is_dir() and any(folder.iterdir()):
+                disk.replace(folder, own / OLD)  # removing it takes longer, and a kill meanwhile would leave half of it
+            disk.replace(beside, folder)
 
-    on_rank_zero(world, lambda: _told(folder, publish))
+        on_rank_zero(world, lambda: _told(folder, publish))
 
 
 def _told(folder: Path, work: Any) -> None:

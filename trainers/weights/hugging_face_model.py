@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from trainers.checkpoints.part_reader import bytes_of, fill_part
 from .configurations import read_configuration
 from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
 from .other_model import REAL, OtherModel
-from .tensor_files import FileTensor, TensorFiles
+from .tensor_files import FileTensor, open_tensors
 from .tokenizer_files import tokenizer_file
 
 #: names of old releases, in place of which newer ones have others
@@ -35,11 +36,9 @@ class HuggingFaceModel(OtherModel):
     """
 
     folder: Path
-    config: GPTConfig | BERTConfig
-    dtype: torch.dtype
     tokenizer_model: str | None
     interleaved: bool
-    _files: TensorFiles
+    _files: contextlib.ExitStack
     _named: dict[str, FileTensor]
 
     @property
@@ -58,9 +57,8 @@ class HuggingFaceModel(OtherModel):
         if not folder.is_dir():
             raise ValueError(f"{folder}: there is no such folder; valid: a folder with config.json and weights")
         config = read_configuration(folder, interleaved=interleaved)
-        files = TensorFiles.open(folder)
-        try:
-            named = _renamed(files.tensors, config)
+        with contextlib.ExitStack() as files:
+            named = _renamed(open_tensors(folder, files), config)
             if isinstance(config, BERTConfig):
                 config = replace(config, binary_head="cls.seq_relationship.weight" in named)
             used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
@@ -69,10 +67,7 @@ class HuggingFaceModel(OtherModel):
                 one = named[other[0]]
                 raise ValueError(f"{one.path}: {other[0]} is of {one.dtype}, not of real numbers of 16 to 64 bits")
             dtype = reduce(torch.promote_types, (named[name].dtype for name in used))
-            return cls(folder, config, dtype, tokenizer_file(folder), interleaved, files, named)
-        except BaseException:
-            files.close()
-            raise
+            return cls(config, dtype, folder, tokenizer_file(folder), interleaved, files.pop_all(), named)
 
     def parts(
         self, config: TransformerConfig, placements: Mapping[str, Placement]
@@ -129,12 +124,19 @@ class HuggingFaceModel(OtherModel):
 class TheirPart:
     """One of Hugging Face's tensors, and this rank's part of it, which is a part of one of ours.
 
-    name, placement: of theirs. of: gives the view of our part [local shape] that is the part of theirs [local shape].
+    name, placement: of theirs. Theirs is block ``number`` of ``count`` blocks of the rows of ours, or that transposed.
     """
 
     name: str
     placement: Placement
-    of: Callable[[Tensor], Tensor]
+    number: int
+    count: int
+    transposed: bool
+
+    def of(self, part: Tensor) -> Tensor:
+        """The view of our part [local shape] that is the part of theirs [local shape]."""
+        block = part.chunk(self.count)[self.number]
+        return block.t() if self.transposed else block
 
 
 def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) -> list[TheirPart]:
@@ -147,20 +149,12 @@ def pieces_of(tensor: HuggingFaceTensor, placement: Placement, vocabulary: int) 
     count = len(tensor.theirs)
     block = placement if count == 1 else _block(placement, tensor)
     their = _turned(block) if tensor.transposed else block
-    return [
-        TheirPart(name, their, partial(_part_of, count, number, tensor.transposed))
-        for number, name in enumerate(tensor.theirs)
-    ]
+    return [TheirPart(name, their, number, count, tensor.transposed) for number, name in enumerate(tensor.theirs)]
 
 
 def _half_split(rows: Tensor, head: int) -> Tensor:
     """Rows of heads of which the components 2 j and 2 j + 1 are a pair, in the order where j and j + head / 2 are."""
     return rows.view(-1, head // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _part_of(count: int, number: int, transposed: bool, part: Tensor) -> Tensor:
-    block = part.chunk(count)[number] if count > 1 else part
-    return block.t() if transposed else block
 
 
 def _without_padding(placement: Placement, vocabulary: int) -> Placement:

@@ -97,15 +97,13 @@ def _both(
     yield MegatronTensor(f"{ours}.bias", f"{theirs}.bias", shape[:1], split if split == 0 else None, heads)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MegatronCheckpoint(OtherModel):
     """A checkpoint of Megatron-LM: the shape of the model, and its tensors under our names.
 
     config: of a GPT or a BERT with the same function. dtype: the widest of all tensors.
     """
 
-    config: GPTConfig | BERTConfig
-    dtype: torch.dtype
     _files: Sequence[MegatronContents] = field(repr=False)
     _where: Mapping[str, MegatronTensor] = field(repr=False)
 

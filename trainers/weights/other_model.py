@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:
     return found
 
 
+@dataclass
 class OtherModel(ABC):
     """A model in the files of another program.
 

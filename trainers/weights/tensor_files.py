@@ -9,9 +9,9 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,37 +81,21 @@ class FileTensor:
     source: ByteSource
 
 
-@dataclass
-class TensorFiles:
-    """The tensors of a folder, by the names in its files. ``close`` closes the files.
+def open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, FileTensor]:
+    """The tensors in the weight files of ``folder``, by their names there. Not collective.
 
     A tensor is read when it is asked for. Old files of PyTorch, which are no zip archives, are read whole.
+    files: closes the files that are opened.
+
+    Raises ValueError that names the file that is missing, damaged, or holds anything but tensors, and OSError.
     """
-
-    tensors: dict[str, FileTensor]
-    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Open the weight files of ``folder``. Not collective.
-
-        Raises ValueError that names the file that is missing, damaged, or holds anything but tensors, and OSError.
-        """
-        for name, read in ((SAFETENSORS, _safetensors), (PICKLED, _pickled)):
-            index = folder / f"{name}.index.json"
-            if not (folder / name).exists() and not index.exists():
-                continue
-            with contextlib.ExitStack() as files:
-                if (folder / name).exists():  # as transformers does: a whole file wins
-                    found = read(folder / name, files)
-                else:
-                    found = _of_shards(index, _weight_map(index), read, files)
-                return cls(found, files.pop_all())
-        raise ValueError(f"{folder}: has no {SAFETENSORS}, no {PICKLED}, and no index of shards of either")
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    for name, read in ((SAFETENSORS, _safetensors), (PICKLED, _pickled)):
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():  # as transformers does: a whole file wins
+            return read(folder / name, files)
+        if index.exists():
+            return _of_shards(index, _weight_map(index), read, files)
+    raise ValueError(f"{folder}: has no {SAFETENSORS}, no {PICKLED}, and no index of shards of either")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Bytes on disk come back; nothing is left on disk; runs keep to their limit."""
 
+import json
 import tempfile
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.cleaning.owned_documents import SpillFile, chunks
+from trainers.cleaning.owned_documents import SpillFile, chunks, row_line
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -37,3 +38,9 @@ def test_runs_keep_to_their_limit(sizes, limit):
     for begin, end in runs:
         assert sum(sizes[begin:end]) <= limit or end == begin + 1
         assert end == len(sizes) or sum(sizes[begin : end + 1]) > limit
+
+
+def test_rows_keep_what_stands_beside_the_text():
+    row = {"id": 7, "text": "é\n", "meta": {"half": "\ud800"}}
+    assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
+    assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()

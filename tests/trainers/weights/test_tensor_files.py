@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainers.checkpoints.part_reader import bytes_of
-from trainers.weights.tensor_files import TensorFiles
+from trainers.weights.tensor_files import open_tensors
 
 A, B = torch.arange(6.0).view(2, 3), torch.arange(5.0).to(torch.bfloat16)
 
@@ -19,8 +19,8 @@ A, B = torch.arange(6.0).view(2, 3), torch.arange(5.0).to(torch.bfloat16)
 def values(folder):
     """Every tensor of the folder, read in two pieces."""
     found = {}
-    with contextlib.closing(TensorFiles.open(folder)) as files:
-        for name, one in files.tensors.items():
+    with contextlib.ExitStack() as files:
+        for name, one in open_tensors(folder, files).items():
             found[name] = torch.empty(one.shape, dtype=one.dtype)
             flat = found[name].view(-1).view(torch.uint8)
             half = len(flat) // 2
@@ -160,13 +160,14 @@ def test_the_hostile_file_is_one(tmp_path):
 def test_files_are_closed(tmp_path):
     whole(tmp_path)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    TensorFiles.open(tmp_path).close()
+    with contextlib.ExitStack() as files:
+        open_tensors(tmp_path, files)
     (tmp_path / "model.safetensors").unlink()
     cut_after_one = tmp_path / "shards"
     cut_after_one.mkdir()
     cut_shard(cut_after_one)
-    with pytest.raises(ValueError, match=r"two\.safetensors"):
-        TensorFiles.open(cut_after_one)
+    with pytest.raises(ValueError, match=r"two\.safetensors"), contextlib.ExitStack() as files:
+        open_tensors(cut_after_one, files)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -175,5 +176,5 @@ def test_files_are_closed(tmp_path):
 def test_a_tensor_without_values_or_shape_is_refused(tmp_path, kind):
     odd = torch.empty(2, device="meta") if kind == "meta" else torch.nested.nested_tensor([A, A[:1]])
     torch.save({"a": A, "odd": odd}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: odd is no tensor"):
-        TensorFiles.open(tmp_path)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: odd is no tensor"), contextlib.ExitStack() as files:
+        open_tensors(tmp_path, files)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainers.cleaning.input_blocks import blocks, row_line
 from trainers.data.text_files import LONGEST_LINE, TextFileError, read_json_lines, read_paragraphs
 from trainers.data.text_input import TextInput
 
@@ -15,7 +14,7 @@ LINES = st.lists(st.sampled_from(["", " ", "\t", "a", "bcdef ghi", "é ü", "x" 
 
 
 def every(paths, text, size):
-    found = blocks(text, [str(path) for path in paths], size)
+    found = text.blocks([str(path) for path in paths], size)
     return [row[text.json_key] for one in found for row in text.rows(one.path, one.begin, one.end)]
 
 
@@ -74,17 +73,11 @@ def test_paragraphs_that_are_not_utf8_are_named(tmp_path):
         every([path], TextInput(split_on_blank_lines=True), 2)
 
 
-def test_rows_keep_what_stands_beside_the_text():
-    row = {"id": 7, "text": "é\n", "meta": {"half": "\ud800"}}
-    assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
-    assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()
-
-
 def test_a_line_that_may_not_fit_into_memory_is_named(tmp_path):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "x"}\n')
         file.seek(LONGEST_LINE, os.SEEK_CUR)  # zero bytes that take no room on the disk
         file.write(b"\n")
-    (block,) = blocks(TextInput(), [str(tmp_path / "a.jsonl")], 1 << 30)
+    (block,) = TextInput().blocks([str(tmp_path / "a.jsonl")], 1 << 30)
     with pytest.raises(TextFileError, match=r"a\.jsonl: line 2: more than 33,554,432 bytes"):
         list(TextInput().rows(block.path, block.begin, block.end))
