@@ -2,8 +2,8 @@
 
     python -m bench.contest pipelining --output pipelining.md --json pipelining.json
 
-Both run 1F1B on the same modules of a GPT (bench/programs/pipeline_task.py), with two processes of one thread. They must
-report the same losses.
+Both run 1F1B on the same modules of a GPT (bench/programs/pipeline_task.py), with two processes of one thread. They
+must report the same losses.
 """
 
 from __future__ import annotations

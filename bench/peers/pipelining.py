@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from bench.peers.group import process_group
 from bench.programs.pipeline_task import PipelineTask
 from tplayers import GPT, StageInput
+
+
+class Alone:
+    """A tensor group of this rank, without MPI."""
+
+    rank, size, collectives_alone = 0, 1, False
+
+    def all_reduce(self, *_: Any, **__: Any) -> None:
+        """Do nothing: one rank has the sum."""
 
 
 class Stage(nn.Module):
@@ -41,8 +49,7 @@ def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], fl
     given = PipelineTask(**task)
     with process_group():
         rank, size = dist.get_rank(), dist.get_world_size()
-        alone = SimpleNamespace(rank=0, size=1, collectives_alone=False)  # a tensor group of one rank calls nothing
-        model = given.model(alone, rank, size)
+        model = given.model(Alone(), rank, size)
         last, count = rank == size - 1, given.microbatches
 
         def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -66,13 +73,14 @@ def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], fl
                 schedule.step()
             if rank == 0 or last:
                 dist.all_reduce(model.embedding.weight.grad)  # of two stages: both are ends
-            counted = [p.grad for p in parameters if not (last and p is model.embedding.weight)]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            counted = gradients[1:] if last else gradients  # the embedding comes first, and counts on the first stage
             square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
             told = torch.stack([square, torch.stack(losses).double().sum() if last else square.new_zeros(())])
             dist.all_reduce(told)
             norm = float(told[0].sqrt())
             if norm > 1.0:
-                torch._foreach_mul_([p.grad for p in parameters], 1.0 / (norm + 1e-6))
+                torch._foreach_mul_(gradients, 1.0 / (norm + 1e-6))
             optimizer.step()
             return float(told[1])
 

@@ -1,10 +1,12 @@
-"""The step of `trainers.training.trainer.Trainer` on pipeline stages, as a contestant of ``bench.contest pipelining``."""
+"""The step of `trainers.training.trainer.Trainer` on stages, as a contestant of ``bench.contest pipelining``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
+
+import torch
 
 from bench.programs.pipeline_task import PipelineTask
 from bench.timing.slow_link import slow_down
@@ -26,7 +28,7 @@ class TaskBatches:
                 part[:, :-1].contiguous(), part[:, 1:].contiguous(), tuple(range(micro * n, micro * n + micro)),
                 task.vocab_size,
             )
-            for n, part in enumerate(rows.split(micro))
+            for n, part in enumerate(torch.split(rows, micro))
         ]  # fmt: skip
 
     def __call__(self, k: int) -> Sequence[TokenMicrobatch]:

@@ -101,7 +101,7 @@ def load(model: GPT | BERT, path: str) -> None:
 def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: bool) -> Trainer:
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
-    grid, model = new_model(config, world, config.network)
+    grid, model = new_model(config, world, config.stage)
     load(model, task.weights)
     return Trainer(config, grid, model, config.objective(), TaskBatches(task, grid.data))
 

@@ -40,12 +40,9 @@ def transformer_trainer(config: TransformerTrainConfig, world: Communicator, cor
     config: valid for ``world``, with its vocabulary known (`TransformerTrainConfig.completed`).
     """
 
-    def network(grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None) -> nn.Module:
-        return config.network(grid.tensor, dtype, overlap, config.parts()[grid.pipeline.rank])
-
     def fresh() -> Trainer:
         samples = corpus.stream(config.seed)
-        grid, model = new_model(config, world, network)
+        grid, model = new_model(config, world, config.stage)
         if config.canonical_shards is not None:
             require(
                 world.device.type == "cpu",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from commengine import Communicator, Stream, UsageError, cost
+from commengine import Communicator, ProcessGrid, Stream, UsageError, cost
 from tplayers import BERT, GPT, ModelPart, TransformerConfig
 from trainers import presets
 from trainers.config import LOAD, TrainConfig, of_other_program
@@ -150,6 +150,10 @@ class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, LayerConf
 
         overlap: the stream on which the backward communicates.
         """
+
+    def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
+        """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
+        return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank])
 
     def cost_shape(self) -> cost.TransformerShape:
         """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
