@@ -15,7 +15,15 @@ got, peer = torch.zeros(4), 1 - world.rank
 SAID = "stage 1, forward of micro-batch 3"
 
 
-@pytest.mark.parametrize("wait", ["work.wait()", "lane.synchronize()", "timed.close()", "worker.synchronize()"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "work.wait()",
+        pytest.param("lane.synchronize()", marks=pytest.mark.long),
+        "timed.close()",
+        pytest.param("worker.synchronize()", marks=pytest.mark.long),
+    ],
+)
 def test_a_message_that_never_comes_is_reported_with_its_words_and_its_peer(job, wait):
     elsewhere = "timed.close()" if wait == "timed.close()" else "time.sleep(60)"
     done, seconds = job(
@@ -38,21 +46,21 @@ with timed.about("the words of another call"):
     assert line in done.stderr
 
 
+@pytest.mark.long
 def test_a_collective_in_a_block_of_words(job):
     done, _ = job(WATCHED + f"with timed.about('{SAID}'):\n    time.sleep(60 * world.rank)\n    timed.barrier()")
     assert f"[rank 0] barrier #1 of group 'pipeline' ({SAID}) is not done after 2." in done.stderr, done.stderr
     assert f"#1 barrier() of group 'pipeline' ({SAID}): running for" in done.stderr
 
 
-def test_a_peer_that_died_is_named(job):
-    """It is missed when somebody waits, in a job whose launcher lets the others live."""
+def test_a_peer_that_is_gone_is_named(job):
     done, _ = job(
         WATCHED
         + """
 timed.barrier()
 work = timed.recv(got, peer, stream=lane)
 if world.rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)  # a launcher would end the job if it had ended
+    os.kill(os.getpid(), signal.SIGSTOP)  # if it had ended, the launcher would end the job
 work.wait()
 """
     )
@@ -60,6 +68,7 @@ work.wait()
     assert "missing: rank 1, recv #1 (it does not answer)" in done.stderr
 
 
+@pytest.mark.long
 def test_a_peer_that_is_killed_ends_the_job(job):
     done, seconds = job(
         WATCHED
@@ -96,6 +105,7 @@ print("all done")
     assert done.returncode == 0 and done.stdout.count("all done") == 2, (done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_without_threads_the_wait_itself_raises(job):
     done, _ = job(
         WATCHED
