@@ -10,7 +10,6 @@ from torch import Tensor
 from commengine.device.nccl import NcclWire
 from commengine.errors import TransferError
 from commengine.host.wire import MpiWire
-from commengine.mpi import load_mpi
 from commengine.stream import Stream, Work
 
 from .checks import Caller, TensorLike, check_disjoint, check_rank, checked_tensor
@@ -115,10 +114,10 @@ class Exchange:
 
     def test(self) -> bool:
         """Whether all messages are over. Never blocks."""
-        over = load_mpi().Request.Testall(self._requests, self._statuses)
+        over: bool = self._wire.testall(self._requests, self._statuses)
         if over:
             self._check_lengths()
-        return bool(over)
+        return over
 
     def wait(self) -> None:
         """Wait until all messages are over."""
