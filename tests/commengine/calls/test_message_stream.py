@@ -303,6 +303,7 @@ def test_any_number_of_threads_may_wait_for_one_work(lane):
         thread.start()
     time.sleep(0.02)
     assert not work.done()
+    comm.barrier()  # else the other's message may be here already
     comm.send(torch.full((2,), 3.0), lane.right, stream=lane)
     for thread in threads:
         thread.join(10)
