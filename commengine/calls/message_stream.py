@@ -15,7 +15,7 @@ from typing import Any
 
 from commengine.errors import CollectiveError, TransferError
 from commengine.mpi import load_mpi
-from commengine.operations.messages import Exchange, Messages
+from commengine.operations.messages import Flight, MessageOperation
 from commengine.operations.operation import Call
 from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work
 from commengine.timeout.entries import Entry
@@ -33,13 +33,13 @@ class MessageWork(Work):
     def __init__(
         self,
         stream: MessageStream,
-        exchange: Exchange,
+        flight: Flight,
         record: CollectiveEvent | None,
         entry: Entry | None,
         error_of: Callable[[Exception], CollectiveError],
     ) -> None:
         super().__init__(stream, () if record is None else (record,))
-        self._exchange: Exchange | None = exchange  # None: it is over
+        self._flight: Flight | None = flight  # None: it is over
         self._record, self._entry, self._error_of = record, entry, error_of
         self._turn = threading.Lock()  # two threads must not wait for one request of MPI
 
@@ -48,20 +48,20 @@ class MessageWork(Work):
         if not self._turn.acquire(blocking=False):  # another thread waits for them
             return False
         try:
-            return self._exchange is None or self._finish(self._exchange.test)
+            return self._flight is None or self._finish(self._flight.test)
         finally:
             self._turn.release()
 
     def _reach(self) -> None:
         with self._turn:
-            if self._exchange is None:
+            if self._flight is None:
                 return
             if self._entry is not None:
                 # The timeout counts from here. A receive that is posted early is not late while its sender computes,
                 # and nothing hangs before somebody waits for it. A peer that has died is missed then, too.
                 self._entry.count()
             try:
-                self._finish(self._exchange.wait)
+                self._finish(self._flight.wait)
             finally:
                 if self._entry is not None:
                     self._entry.end()
@@ -78,7 +78,7 @@ class MessageWork(Work):
             self._record.end = time.perf_counter()
         if self._entry is not None:
             self._entry.end()
-        self._exchange = None
+        self._flight = None
         return True
 
 
@@ -126,7 +126,7 @@ class MessageStream(Stream):
         """Return why the stream cannot take ``call``, or None."""
         if self._closed:
             return f"stream {self.name} is closed"
-        if not isinstance(call.operation, Messages):
+        if not isinstance(call.operation, MessageOperation):
             return f"stream {self.name} takes messages only (send, recv, sendrecv): see new_stream(threaded=False)"
         if call.tensor is not None and not call.tensor.is_cpu:
             problem = f"stream {self.name} takes host tensors only, the tensor lies on {call.tensor.device}"
@@ -141,15 +141,15 @@ class MessageStream(Stream):
         error_of: Callable[[Exception], CollectiveError],
     ) -> MessageWork:
         """Give the messages of ``call`` to MPI. Raises what ``error_of`` makes of MPI's refusal."""
-        exchange = Exchange(self.transport.wire, call.operation.transfers(*call.args))  # type: ignore[attr-defined]
-        work = MessageWork(self, exchange, record, entry, error_of)
+        flight = Flight(self.transport.wire, call.operation.transfers(*call.args))  # type: ignore[attr-defined]
+        work = MessageWork(self, flight, record, entry, error_of)
         self._in_flight.append(work)  # before the start: MPI may refuse the second message and have the first
         if record is not None:
             record.start = time.perf_counter()
         if entry is not None:
             entry.post()
         try:
-            exchange.start()
+            flight.start()
         except (load_mpi().Exception, OverflowError) as error:
             raise error_of(error) from error
         self._forget_done()

@@ -19,7 +19,7 @@ from .operation import Call, Operation, Run, Touched
 Transfer: TypeAlias = "tuple[str, Tensor, int]"
 
 
-class Messages(Operation):
+class MessageOperation(Operation):
     """Operations that are an exchange of one or two messages."""
 
     formula: ClassVar[str | None] = "p2p"
@@ -38,7 +38,7 @@ class Messages(Operation):
                 (wire.send if verb == "send" else wire.recv)(tensor.data_ptr(), tensor.nbytes, peer)
 
 
-class Send(Messages):
+class Send(MessageOperation):
     """The row of `send`, and its ways."""
 
     name, arguments, counted = "send", ("tensor", "dst"), "tensor"
@@ -47,13 +47,13 @@ class Send(Messages):
         return lambda tensor, _: wire.calls.Send(wire.moved(tensor), dst)
 
 
-class Recv(Messages):
+class Recv(MessageOperation):
     """The row of `recv`, and its ways."""
 
     name, arguments, counted = "recv", ("tensor", "src"), "tensor"
 
 
-class SendRecv(Messages):
+class SendRecv(MessageOperation):
     """The row of `sendrecv`, and its ways."""
 
     name, arguments, counted = "sendrecv", ("sent", "dst", "received", "src"), "sent"
@@ -62,7 +62,7 @@ class SendRecv(Messages):
         return [("send", sent, dst), ("recv", received, src)]
 
 
-class MessageExchange(Messages):
+class MessageExchange(MessageOperation):
     """The messages of a coalesce() block, as one call: no order of them deadlocks."""
 
     name, arguments, counted, formula = "exchange", ("transfers",), None, None
@@ -91,7 +91,7 @@ def exchange_of(calls: list[Call]) -> Call:
     return Call(EXCHANGE, (transfers,), stands, None, None, nbytes, peers)
 
 
-class Exchange:
+class Flight:
     """The messages of one call, which MPI has from `start` to `wait`, or to a `test` that returns True.
 
     Each of the two raises TransferError for a message of another length than its tensor. It may be called once more
@@ -133,9 +133,9 @@ class Exchange:
 
 
 def _exchange(wire: MpiWire, transfers: list[Transfer]) -> None:
-    exchange = Exchange(wire, transfers)
-    exchange.start()
-    exchange.wait()
+    flight = Flight(wire, transfers)
+    flight.start()
+    flight.wait()
 
 
 class MessageCalls:
