@@ -12,6 +12,7 @@ from torch import Tensor
 from . import compiled_ops
 from .agreement import agree
 from .calls.dispatch import Dispatcher
+from .calls.message_stream import MessageStream
 from .calls.opening import open_group
 from .calls.routes import Routes
 from .device.backends import Backend, NcclBackend, open_backend
@@ -198,7 +199,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         one would compare the call in shared memory, and the others would wait in MPI.
         """
         for stream in () if self._shared.segments else self._streams:
-            if not isinstance(stream, DeviceStream):
+            if not isinstance(stream, DeviceStream | MessageStream):  # messages never go through a window
                 stream.drain()
 
     @contextlib.contextmanager
@@ -233,11 +234,17 @@ class Communicator(OperationCalls, OwnsCommunicators):
         with self._calls.watching("compare", "life"):
             agree(self, self._comparing, words, problem)
 
-    def new_stream(self, *, device: str | None = None, priority: int = -1) -> Stream:
+    def new_stream(self, *, device: str | None = None, priority: int = -1, threaded: bool = True) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
 
         device: "cpu" for host tensors, "cuda" for tensors that NCCL carries; None: "cuda" if the group has NCCL. Device
         tensors that MPI carries go on host streams. priority: of a CUDA stream, -1 (high) or 0.
+
+        threaded: False makes a host stream that takes messages of host tensors only: `send`, `recv`, `sendrecv`, and
+        `coalesce` blocks of them. It has no thread that would take a core from the computation. MPI starts a message
+        when it is enqueued, and its Work finishes it (`commengine.calls.message_stream`). Messages of the stream
+        between two ranks match in the order in which they are enqueued; they may be waited for in any order. The
+        timeout counts from the moment when somebody waits. CUDA streams, which have no thread, ignore it.
         """
         mpi = load_mpi()
         index, problem = len(self._streams) + 1, None
@@ -246,7 +253,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         device = kinds[0] if device is None else device
         if device not in kinds:
             problem = f"device={device!r} is not {' or '.join(map(repr, kinds))}"
-        asked = f"new_stream(number {index}, device={device!r}, priority={priority!r})"
+        asked = f"new_stream(number {index}, device={device!r}, priority={priority!r}, threaded={bool(threaded)})"
         stream: Stream
         with self._making("new_stream", asked, problem) as comm:
             if isinstance(backend, NcclBackend) and device != "cpu":
@@ -255,16 +262,19 @@ class Communicator(OperationCalls, OwnsCommunicators):
             else:
                 with making_communicators():
                     own = comm.Dup()
-                transport = self._new_host(own, polling=True)
-                transport.open()
-                stream = Stream(
-                    name,
-                    index,
-                    transport,
-                    threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
-                    device_transport=backend.over(transport) if isinstance(backend, HostedBackend) else None,
-                    release=own.Free,
-                )
+                if threaded:
+                    transport = self._new_host(own, polling=True)
+                    transport.open()
+                    stream = Stream(
+                        name,
+                        index,
+                        transport,
+                        threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
+                        device_transport=backend.over(transport) if isinstance(backend, HostedBackend) else None,
+                        release=own.Free,
+                    )
+                else:
+                    stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free)
         self._streams.append(stream)
         return stream
 
@@ -282,6 +292,22 @@ class Communicator(OperationCalls, OwnsCommunicators):
         sent.
         """
         return self._calls.coalesce(stream)
+
+    @contextlib.contextmanager
+    def about(self, words: str) -> Iterator[None]:
+        """Say what the calls of a ``with`` block are for, such as "stage 1, forward of micro-batch 3".
+
+        The words stand in the timeout's reports, and in the errors of calls that began and failed: "recv #5 of group
+        'pipeline' (stage 1, forward of micro-batch 3) is not done after ...". A call keeps the words with which it was
+        enqueued. They hold for calls of this Communicator by this thread; in a block inside a block the inner words
+        hold. Not collective.
+        """
+        said = self._calls.said
+        before, said.words = said.words, words
+        try:
+            yield
+        finally:
+            said.words = before
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
         """Split the group: the ranks of each ``color`` form a Communicator, ordered by (key, rank).
@@ -394,6 +420,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
         """Close this communicator and its blocks. Returns the failures of their streams that nobody was told about."""
         watched, alive = self._watched, not load_mpi().Is_finalized()
         untold: list[BaseException] = []
+        for stream in self._streams:
+            if isinstance(stream, MessageStream):
+                stream.land()  # before the time of `close` counts: a report then names the message and its peer
         with self._calls.watching("close", "life"):
             if alive and (self.checked or (watched is not None and not watched.over)):
                 agree(self, self._comparing, "close")

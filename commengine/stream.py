@@ -72,7 +72,7 @@ class Event:
         waited = [record for record in self._records if record.wait_start is None]
         for record in waited:
             record.wait_start = time.perf_counter()
-        self._point.synchronize()
+        self._reach()
         for record in waited:
             record.wait_end = time.perf_counter()
         self._records = self._tensors = ()
@@ -82,9 +82,12 @@ class Event:
 
     def _follow(self) -> None:
         """Wait on behalf of another stream: the caller's waiting times and tensors stay as they are."""
-        self._point.synchronize()
+        self._reach()
         if self._error is not None:
             raise self._error
+
+    def _reach(self) -> None:
+        self._point.synchronize()
 
 
 class Work(Event):
@@ -192,7 +195,7 @@ class Stream:
 
     def drain(self) -> None:
         """Block until the stream is empty. A failure stays with those who wait for its collectives."""
-        self.record()._point.synchronize()
+        self.record()._reach()
 
     def __deepcopy__(self, memo: object) -> Stream:
         """Return the stream itself: a copied layer keeps its stream, as it keeps its communicator."""

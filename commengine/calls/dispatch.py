@@ -26,13 +26,14 @@ from commengine.device.stream import DeviceStream
 from commengine.errors import TransferError, call_error
 from commengine.mpi import load_mpi
 from commengine.operations.operation import Call, Operation
-from commengine.stream import DONE, GroupedWork, Stream, Work
+from commengine.stream import DONE, Event, GroupedWork, Stream, Work
 from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace
 
 from .blocks import check_independent, exchanges_first
-from .failures import busy_error, transport_error
+from .failures import Said, busy_error, transport_error
 from .known_calls import KnownCalls
+from .message_stream import MessageStream
 from .routes import Routes
 
 
@@ -45,6 +46,7 @@ class Dispatcher:
 
     def __init__(self, comm: Any, host: Any, watched: WatchedGroup | None) -> None:
         self.rank, self.size, self.name = comm.rank, comm.size, comm.name
+        self.said = Said()
         self.closed = False
         self.busy = False  # a call is under way: the test and the setting of it are one step for Python's threads
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
@@ -138,12 +140,16 @@ class Dispatcher:
         self._agree(call, stream)
         if self._is_nccl(call.tensor, stream):
             return self._run_on_device([call], stream)
+        if isinstance(stream, MessageStream):
+            error_of = functools.partial(transport_error, self, call.name, words=self.said.words)
+            return stream.start(call, *self._notice(call, stream), error_of)
         return self._run_observed(call, stream)
 
     def _run_observed(self, call: Call, stream: Stream | None) -> Work:
         """Run a call on the host, traced and watched; on ``stream``, if there is one."""
         perform = self._bound(call, stream)
         record, entry = self._notice(call, stream)
+        words = self.said.words  # a stream's worker has none
 
         def run() -> None:
             if record is not None:
@@ -153,7 +159,7 @@ class Dispatcher:
             try:
                 perform()
             except self._failures as error:
-                raise transport_error(self, call.name, error) from error
+                raise transport_error(self, call.name, error, words) from error
             finally:
                 if record is not None:
                     record.end = time.perf_counter()
@@ -239,9 +245,12 @@ class Dispatcher:
             for call in on_device:
                 self._agree(call, stream)
             self._run_on_device(on_device, stream)
-        for call in on_host:
-            self._run(call, stream)
-        whole = DONE if stream is None else stream.record()
+        works = [self._run(call, stream) for call in on_host]
+        whole: Event = DONE
+        if isinstance(stream, MessageStream) and works:
+            whole = works[0]  # its one exchange, and not what was started before it: that may take longer
+        elif stream is not None:
+            whole = stream.record()
         for _, work in block:
             work.started(whole)
 
@@ -268,7 +277,9 @@ class Dispatcher:
         with contextlib.ExitStack() as stack:
             if sequence == "life":
                 stack.enter_context(self._alone(operation))
-            entry = None if self._watched is None else self._watched.enqueue(sequence, operation, *about)
+            entry = None
+            if self._watched is not None:
+                entry = self._watched.enqueue(sequence, operation, *about, words=self.said.words)
             if entry is not None:
                 entry.start()
                 stack.callback(entry.end)
@@ -301,7 +312,9 @@ class Dispatcher:
                 log.add(record)
         if self._watched is not None:
             sequence = "" if stream is None else f"stream {stream.index}"
-            entry = self._watched.enqueue(sequence, call.name, call.tensor, call.redop, call.root, call.peers)
+            entry = self._watched.enqueue(
+                sequence, call.name, call.tensor, call.redop, call.root, call.peers, words=self.said.words
+            )
         return record, entry
 
     def _buffer(self, tensor: Tensor | None) -> tuple[int, bool]:
@@ -320,6 +333,8 @@ class Dispatcher:
         if stream not in self._comm._streams:
             name = getattr(stream, "name", repr(stream))
             raise call_error(self, call.name, f"stream {name} was not made by this communicator")
+        if isinstance(stream, MessageStream) and (problem := stream.refusal(call)):
+            raise call_error(self, call.name, problem)
         tensor, on_device = call.tensor, isinstance(stream, DeviceStream)
         if tensor is not None and self._is_nccl(tensor, None) != on_device:
             kind = "a device" if on_device else "a host"

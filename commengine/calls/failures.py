@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Protocol
+
 from commengine.errors import CollectiveError, CollectiveMismatch, GroupMember, TransferError, call_error
 from commengine.mpi import load_mpi
 from commengine.operations import OPERATIONS
 from commengine.operations.checks import INT_MAX
+
+
+class Said(threading.local):
+    """What each thread says about its calls of one communicator (`Communicator.about`)."""
+
+    words = ""
+
+
+class Speaker(GroupMember, Protocol):
+    """A communicator, and what is said about its calls."""
+
+    said: Said
 
 
 def busy_error(member: GroupMember, operation: str) -> CollectiveError:
@@ -14,12 +29,17 @@ def busy_error(member: GroupMember, operation: str) -> CollectiveError:
     return call_error(member, operation, problem)
 
 
-def transport_error(member: GroupMember, operation: str, error: Exception) -> CollectiveError:
-    """Return the error of a call in which a transport failed with ``error``."""
+def transport_error(member: Speaker, operation: str, error: Exception, words: str | None = None) -> CollectiveError:
+    """Return the error of a call in which a transport failed with ``error``.
+
+    words: what was said about the call when it was enqueued; None: what this thread says now.
+    """
     text = str(error)
+    described = OPERATIONS.get(operation)
+    words = member.said.words if words is None else words
+    operation += f" ({words})" if words else ""
     if isinstance(error, OverflowError):
         return call_error(member, operation, f"this MPI counts at most {INT_MAX} elements in one call ({text})")
-    described = OPERATIONS.get(operation)
     if described is None or described.pairwise or isinstance(error, TransferError):
         return call_error(member, operation, text)
     mpi, found = load_mpi(), getattr(error, "Get_error_class", int)()

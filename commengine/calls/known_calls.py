@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from commengine.errors import GroupMember
 from commengine.operations.checks import TensorLike
 
-from .failures import busy_error, transport_error
+from .failures import Speaker, busy_error, transport_error
 from .routes import Routes
 
 
-class BusyMember(GroupMember, Protocol):
+class BusyMember(Speaker, Protocol):
     """A communicator, and whether a call of it is under way."""
 
     busy: bool

@@ -56,6 +56,7 @@ class MpiWire:
         self.comm, self.rank, self.size, self.order = comm, comm.rank, comm.size, order
         self.calls: Any = comm
         self.waitall: Callable[..., Any] = mpi.Request.Waitall
+        self.testall: Callable[..., bool] = mpi.Request.Testall
         #: waits until a function returns True
         self.wait: Callable[[Callable[[], bool]], None] = spin
         if polling or look is not None:

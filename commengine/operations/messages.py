@@ -19,7 +19,7 @@ from .operation import Call, Operation, Run, Touched
 Transfer: TypeAlias = "tuple[str, Tensor, int]"
 
 
-class _Messages(Operation):
+class MessageOperation(Operation):
     """Operations that are an exchange of one or two messages."""
 
     formula: ClassVar[str | None] = "p2p"
@@ -38,7 +38,7 @@ class _Messages(Operation):
                 (wire.send if verb == "send" else wire.recv)(tensor.data_ptr(), tensor.nbytes, peer)
 
 
-class Send(_Messages):
+class Send(MessageOperation):
     """The row of `send`, and its ways."""
 
     name, arguments, counted = "send", ("tensor", "dst"), "tensor"
@@ -47,13 +47,13 @@ class Send(_Messages):
         return lambda tensor, _: wire.calls.Send(wire.moved(tensor), dst)
 
 
-class Recv(_Messages):
+class Recv(MessageOperation):
     """The row of `recv`, and its ways."""
 
     name, arguments, counted = "recv", ("tensor", "src"), "tensor"
 
 
-class SendRecv(_Messages):
+class SendRecv(MessageOperation):
     """The row of `sendrecv`, and its ways."""
 
     name, arguments, counted = "sendrecv", ("sent", "dst", "received", "src"), "sent"
@@ -62,7 +62,7 @@ class SendRecv(_Messages):
         return [("send", sent, dst), ("recv", received, src)]
 
 
-class MessageExchange(_Messages):
+class MessageExchange(MessageOperation):
     """The messages of a coalesce() block, as one call: no order of them deadlocks."""
 
     name, arguments, counted, formula = "exchange", ("transfers",), None, None
@@ -91,21 +91,51 @@ def exchange_of(calls: list[Call]) -> Call:
     return Call(EXCHANGE, (transfers,), stands, None, None, nbytes, peers)
 
 
+class Flight:
+    """The messages of one call, which MPI has from `start` to `wait`, or to a `test` that returns True.
+
+    Each of the two raises TransferError for a message of another length than its tensor. It may be called once more
+    only if it raised nothing and the messages are not over. ``transfers`` must live until then.
+    """
+
+    def __init__(self, wire: MpiWire, transfers: list[Transfer]) -> None:
+        self._wire = wire
+        self._transfers = sorted(transfers, key=lambda transfer: transfer[0])  # receives first
+        self._requests: list[Any] = []
+        self._statuses: list[Any] = []
+
+    def start(self) -> None:
+        """Give all messages to MPI."""
+        wire = self._wire
+        for verb, tensor, peer in self._transfers:
+            start = wire.calls.Irecv if verb == "recv" else wire.calls.Isend
+            self._requests.append(start(wire.moved(tensor), peer))
+            self._statuses.append(wire.status())
+
+    def test(self) -> bool:
+        """Whether all messages are over. Never blocks."""
+        over: bool = self._wire.testall(self._requests, self._statuses)
+        if over:
+            self._check_lengths()
+        return over
+
+    def wait(self) -> None:
+        """Wait until all messages are over."""
+        self._wire.waitall(self._requests, self._statuses)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=False):
+            if verb == "recv" and (count := status.Get_count(self._wire.types.move[tensor.dtype])) != tensor.numel():
+                raise TransferError(
+                    f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
+                )
+
+
 def _exchange(wire: MpiWire, transfers: list[Transfer]) -> None:
-    """Start all messages, and wait for all. Raises TransferError for one of another length than its tensor."""
-    requests, statuses = [], []
-    for verb, tensor, peer in sorted(transfers, key=lambda transfer: transfer[0]):  # receives first
-        start = wire.calls.Irecv if verb == "recv" else wire.calls.Isend
-        requests.append(start(wire.moved(tensor), peer))
-        statuses.append(wire.status())
-    wire.waitall(requests, statuses)
-    received = [transfer for transfer in transfers if transfer[0] == "recv"]
-    for (_, tensor, peer), status in zip(received, statuses, strict=False):
-        count = status.Get_count(wire.types.move[tensor.dtype])
-        if count != tensor.numel():
-            raise TransferError(
-                f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
-            )
+    flight = Flight(wire, transfers)
+    flight.start()
+    flight.wait()
 
 
 class MessageCalls:

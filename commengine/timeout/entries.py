@@ -20,6 +20,7 @@ class Entry:
     tensor, redop, root: describe the call. peers: the ranks of the group that a message goes to and comes from.
     enqueued, started, ended: in seconds of ``time.monotonic``; 0 for a time that has not come yet.
     done: asked at every look, for a collective whose end no thread of ours sees (on a device).
+    words: what the program says about the call (`Communicator.about`).
     """
 
     group: WatchedGroup
@@ -34,11 +35,21 @@ class Entry:
     started: float = 0.0
     ended: float = 0.0
     done: Callable[[], bool] | None = None
+    words: str = ""
 
     def start(self) -> None:
         """The collective runs now: its time counts from here."""
+        self.post()
+        self.count()
+
+    def post(self) -> None:
+        """The collective runs now, and nobody waits for it: its time does not count before `count`."""
         self.started = time.monotonic()
         self.group.started[self.sequence] = (self.number, self.operation)
+
+    def count(self) -> None:
+        """Somebody waits now: the time of the collective counts from here."""
+        self.started = time.monotonic()
         if not self.group.over:
             self.group.running[id(self)] = self
 
@@ -56,7 +67,12 @@ class Entry:
         else:
             state = f"done in {self.ended - self.started:.3g} s"
         call = describe(self.operation, self.tensor, self.redop, self.root)
-        return f"#{self.number} {call} of {where}: {state}"
+        return f"#{self.number} {call} of {where}{self.about}: {state}"
+
+    @property
+    def about(self) -> str:
+        """The words in brackets, after a space; nothing if there are none."""
+        return f" ({self.words})" if self.words else ""
 
 
 @dataclass(eq=False)
@@ -92,7 +108,7 @@ class WatchedGroup:
 
     def enqueue(
         self, sequence: str, operation: str, tensor: Tensor | None = None, redop: str | None = None,
-        root: int | None = None, peers: Sequence[int] = (),
+        root: int | None = None, peers: Sequence[int] = (), *, words: str = "",
     ) -> Entry:  # fmt: skip
         """Return the entry of a new collective. The caller then calls `Entry.start` and `Entry.end`."""
         if peers:
@@ -100,6 +116,8 @@ class WatchedGroup:
         number = self.enqueued.get(sequence, 0) + 1
         self.enqueued[sequence] = number
         shown = None if tensor is None else Shown(tensor.shape, tensor.dtype, tensor.is_cpu)
-        entry = Entry(self, sequence, number, operation, shown, redop, root, tuple(peers), time.monotonic())
+        entry = Entry(
+            self, sequence, number, operation, shown, redop, root, tuple(peers), time.monotonic(), words=words
+        )
         self.last.append(entry)
         return entry

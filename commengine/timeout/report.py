@@ -31,7 +31,7 @@ def write_report(world_rank: int, problem: str, missing: list[str] | None, entri
 def out_of_time(entry: Entry, timeout: float) -> str:
     """Say that ``entry`` has run longer than ``timeout`` seconds."""
     waited = f"after {time.monotonic() - entry.started:.1f} s (timeout {timeout:g} s)"
-    return f"{entry.operation} #{entry.number} of group {entry.group.name!r} is not done {waited}"
+    return f"{entry.operation} #{entry.number} of group {entry.group.name!r}{entry.about} is not done {waited}"
 
 
 def missing_ranks(entry: Entry, root_rank: int, told: Mapping[int, dict[str, Any]]) -> list[str]:
