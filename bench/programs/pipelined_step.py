@@ -15,7 +15,7 @@ from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
 from trainers.training.trainer import Trainer
 
 
-class TaskBatches:
+class PipelineBatches:
     """The micro-batches of a `PipelineTask`, the same at every step."""
 
     unusable = "a token of the task lies outside its vocabulary"
@@ -47,7 +47,7 @@ def contestant_on(world: Communicator, task: dict[str, Any], way: str) -> Iterat
     )  # fmt: skip
     grid = ProcessGrid(world, pipeline=world.size)
     model = given.model(grid.tensor, grid.pipeline.rank, grid.pipeline.size)
-    with closing(Trainer(config, grid, model, NextToken(), TaskBatches(given))) as trainer:
+    with closing(Trainer(config, grid, model, NextToken(), PipelineBatches(given))) as trainer:
         if rate:
             slow_down(grid.pipeline, float(rate))
         yield lambda: trainer.step().loss, f"{trainer.schedule.name}, messages {threads or 'without threads'}"

@@ -20,22 +20,26 @@ class StageMessages:
     of it (Narayanan et al. 2021, section 4.1).
 
     threaded: host streams with threads, which move messages while the rank computes, and take time from it. Otherwise
-    MPI moves them while some call of it runs. On a device NCCL moves them in any case.
+    MPI moves a message while some call of it runs. Messages of device tensors go on streams in any case.
 
     Each sender sends in the order of its actions, and its receiver knows this order. A receive begins one message
-    before it is needed. No message waits behind another one: each direction of each link has a stream of its own, where
-    a stream does one thing after the other.
+    before it is needed. No message waits behind another one: where a stream does one thing after the other, each
+    direction of each link has a stream of its own.
     """
 
     def __init__(self, pipeline: Communicator, chunks: int, *, threaded: bool) -> None:
         self.pipeline, self.chunks = pipeline, chunks
         rank, size = pipeline.rank, pipeline.size
         self._after, self._before = (rank + 1) % size, (rank - 1) % size
-        # Link n joins rank n to the next one. A rank's two links have two numbers.
-        numbers = [n % 2 for n in range(size - 1)] + ([2 if size % 2 else 1] if chunks > 1 else [])
-        self._links = [*numbers, *[0] * (size - len(numbers))]
-        streams = [[pipeline.new_stream() for _ in range(max(numbers, default=-1) + 1)] for _ in range(2)]
-        self._activations, self._gradients = streams
+        queued = threaded or pipeline.device.type != "cpu"
+        #: the number of the stream of link n, which joins rank n to the next one. A rank's two links have two numbers
+        self._links = [n % 2 if queued else 0 for n in range(size)]
+        if queued and size % 2 and chunks > 1:
+            self._links[-1] = 2
+        count = max(self._links) + 1
+        self._activations, self._gradients = (
+            [pipeline.new_stream(threaded=queued) for _ in range(count)] for _ in ("activations", "gradients")
+        )
         self._sent: deque[tuple[Work, Tensor]] = deque()
 
     def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor]) -> None:
@@ -88,7 +92,7 @@ class _Inbox:
         sent: Iterable[tuple[int, int] | None], like: Callable[[int], Tensor],
     ) -> None:  # fmt: skip
         self._comm, self._src, self._like = comm, src, like
-        self._stream = streams[link] if streams else None
+        self._stream = streams[link]
         self._coming = deque(one for one in sent if one is not None)
         self._begun: dict[tuple[int, int], tuple[Work, Tensor]] = {}
         self._begin()

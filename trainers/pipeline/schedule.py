@@ -109,9 +109,9 @@ class Schedule:
     def _ends(self, chunk: int) -> bool:
         return self.part is None or self.part.ends(StageInput(chunk))
 
-    def _about(self, action: Action) -> AbstractContextManager[Any]:
+    def _about(self, action: Action) -> AbstractContextManager[None]:
         """A block whose messages are told from others in reports."""
-        return contextlib.nullcontext()
+        return self.pipeline.about(f"stage {self.pipeline.rank}, {action}")
 
 
 def activations_like(model: Any, microbatches: Sequence[Any]) -> Callable[[int], Tensor]:

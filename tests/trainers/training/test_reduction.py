@@ -450,6 +450,6 @@ def test_partial_gradients_are_summed_over_the_tensor_group_too(world, tensor, d
                 layout.view(whole, p).fill_(expected[p])
             assert torch.equal(bucket.reduced, whole[layout.mine])
         norm = sum(p.numel() * expected[p] ** 2 for p in partial if partial[p])
-        data = grid.data if shard else None
-        assert gradient_norm(found, grid.tensor, data) == pytest.approx(norm**0.5, rel=1e-6)
+        shares = [grid.data] if shard else []
+        assert gradient_norm(found, grid.tensor, shares) == pytest.approx(norm**0.5, rel=1e-6)
         gradients.remove()
