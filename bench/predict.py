@@ -1,6 +1,7 @@
 """Predict a training step on a machine that a YAML file describes: time, efficiency, memory, communication.
 
     python -m bench.predict --paper --ablation                 # the paper's 13 scaling figures, published and predicted
+    python -m bench.predict --paper 2021                       # the ten rows of Narayanan et al. 2021
     python -m bench.predict --preset bert-3.9b --cluster dgx-a100 --gpus 64
     python -m bench.predict --model 8.3b --gpus 512 --tensor-model-parallel-size 8 --recompute-granularity full
     python -m bench.predict --plan --model 8.3b --cluster dgx-a100 --gpus 64 --global-batch-size 512
@@ -16,8 +17,8 @@ bench/prediction/kernels.py explain the model, and bench/clusters/ has the numbe
 The
 options of training are those of pretrain_gpt, and without one of them the preset's value or that command's counts, but
 for --micro-batch-size (8) and --overlap-grad-reduce (the cluster's); --plan searches those of the layout that are not
-given. The model covers training with eager or fused kernels and with the tensor and data parallelism of this project:
-no pipeline, no skew between ranks.
+given. The model covers training with eager or fused kernels and with tensor, data and pipeline parallelism, without
+skew between ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.start import run_alone, user_errors
 from bench.command.values import flag
-from bench.prediction import own_machine, paper, plan
+from bench.prediction import own_machine, paper, paper_2021, plan
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import slowdown
 from bench.prediction.options import (
     DEFAULTS,
     FAMILY,
     LAYOUT,
+    PIPELINE,
     SHAPE,
     add_options,
     batch_of,
@@ -64,10 +66,9 @@ def parser() -> OneLineParser:
     add = options.add_argument
     add(
         "--cluster",
-        default="dgx-2h",
         metavar="NAME|FILE",
         help=f"one of {', '.join(names())}; {OWN}, which is the {OWN_FILE} that --measure wrote into this "
-        "folder; or any YAML file (default: dgx-2h)",
+        "folder; or any YAML file (default: dgx-2h; with --paper 2021, selene)",
     )
     add_options(options)
     add(
@@ -84,13 +85,16 @@ def parser() -> OneLineParser:
     )
     add(
         "--paper",
-        action="store_true",
-        help="predict the 13 scaling figures of Shoeybi et al. 2019; takes no model or layout",
+        nargs="?",
+        choices=("2019", "2021"),
+        const="2019",
+        help="predict the 13 scaling figures of Shoeybi et al. 2019, or Table 1 and two figures of Narayanan et "
+        "al. 2021; takes no model or layout",
     )
     add(
         "--ablation",
         action="store_true",
-        help="with --paper: also predict them without each part of the model, and with other constants",
+        help="with --paper 2019: also predict them without each part of the model, and with other constants",
     )
     add("--measure", action="store_true", help=f"measure this machine, and print its file, such as {OWN_FILE}")
     add(
@@ -102,7 +106,8 @@ def parser() -> OneLineParser:
     add_files(
         options,
         json="write the numbers. --paper: by figure5-mp, figure5-mp-dp, table7 and table8, lists of published and "
-        "predicted in the paper's order, without the rows that are 100%% by definition. --plan: the model, the cluster "
+        "predicted in the paper's order, without the rows that are 100%% by definition (2021: by table1, figure12 and "
+        "figure16). --plan: the model, the cluster "
         "and all candidates, best first. Otherwise: the model, the cluster, the layout and its step",
         output="write the tables as markdown, or with --measure the file",
     )
@@ -118,7 +123,11 @@ def check(arguments: Any) -> None:
     for one, other in pairs:
         if getattr(arguments, one) and getattr(arguments, other):
             raise ValueError(f"{flag(one)} or {flag(other)}, not both")
-    plain = dict.fromkeys(("preset", "model", *SHAPE, "gpus", *LAYOUT)) | {name: DEFAULTS[name] for name in FAMILY}
+    if arguments.ablation and arguments.paper != "2019":
+        raise ValueError("--ablation: is of --paper 2019")
+    plain = dict.fromkeys(("preset", "model", *SHAPE, "gpus", *LAYOUT, *PIPELINE)) | {
+        name: DEFAULTS[name] for name in FAMILY
+    }
     for name, default in plain.items():
         if getattr(arguments, name) != default and arguments.paper and name != "overlap_grad_reduce":
             raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
@@ -160,10 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.output:
                 Path(arguments.output).write_text(text, encoding="utf-8")
             return 0
+        arguments.cluster = arguments.cluster or ("selene" if arguments.paper == "2021" else "dgx-2h")
         cluster = load(arguments.cluster)
         if arguments.overlap_grad_reduce is not None:
             cluster = replace(cluster, overlap=arguments.overlap_grad_reduce)
-        if arguments.paper:
+        if arguments.paper == "2021":
+            rows, read = paper_2021.table_1(cluster), paper_2021.figures(cluster)
+            lines, result = list(paper_2021.lines(cluster, rows, read)), paper.as_json([*rows, *read])
+        elif arguments.paper:
             found = paper.figures(cluster)
             lines, result = list(paper_lines(cluster, found, arguments.ablation)), paper.as_json(found)
         elif arguments.plan:
@@ -213,7 +226,8 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
         raise ValueError(f"--reserve-gb {reserve / 1e9:g}: at least 0, and less than a device's {room / 1e9:.1f}")
     given = {field: getattr(arguments, option[2:].replace("-", "_")) for field, option in plan.SEARCHED.items()}
     fixed = {field: value for field, value in given.items() if value is not None}
-    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=dropout_of(arguments))
+    like = replace(dropout_of(arguments), chunk_layers=arguments.num_layers_per_virtual_pipeline_stage)
+    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=like)
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
         f"({cluster.name})",

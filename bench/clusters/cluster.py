@@ -46,7 +46,8 @@ class Device(FilePart):
     the same for LayerNorm, forward and backward. gemm_start: seconds of a GEMM beside those of its FLOPs.
     attention_efficiency: the share of peak_flops that fused attention reaches, forward and backward. latency: of a
     first read from memory. launch: between two kernels in a stream. dispatch: the host's time to issue a kernel.
-    random_state: the time to save and restore the generator of dropout once, during which the device waits.
+    random_state: the time to save and restore the generator of dropout once, during which the device waits. kernels: of
+    2019, of today, or of 2021, whose attention keeps its scores.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Device(FilePart):
     dispatch: _Micro = Field(alias="dispatch_us")
     random_state: _Micro = Field(alias="random_state_us")
     element_bytes: Literal[2, 4]
-    kernels: Literal["unfused", "fused"]
+    kernels: Literal["unfused", "fused", "fused_softmax"]
     gemm_start: _Micro = Field(default=0.0, alias="gemm_start_us")
     attention_efficiency: tuple[_Share, _Share] = FUSED_ATTENTION
 

@@ -55,8 +55,9 @@ def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], fl
         def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
             return model._losses(model._scores(hidden), labels.t()).mean() / count
 
+        # A loss on every stage tells the library that there are backwards.
         stage = PipelineStage(Stage(model, given, first=rank == 0), rank, size, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, count, loss_fn=loss_of if last else None, scale_grads=False)
+        schedule = Schedule1F1B(stage, count, loss_fn=loss_of, scale_grads=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.01, fused=True)
         rows = given.tokens()
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

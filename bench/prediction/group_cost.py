@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from bench.clusters.cluster import Cluster, Device
 from bench.prediction.kernels import memory_seconds
 from bench.prediction.layout import Layout
 from commengine import cost
-from commengine.cost import FittedModel, TransformerShape
+from commengine.cost import FittedModel, StageShape, TransformerShape
 
 
-def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
-    """The seconds of a step during which a device waits for its tensor group, over all micro-batches."""
-    place = place_of("tensor", layout.tensor, layout.data, cluster.machine.ranks_per_node)
+def tensor_communication(
+    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, only: str = ""
+) -> float:
+    """The seconds of a micro-batch in which a device of the stage waits for its tensor group. only: of this phase."""
+    shape = replace(shape, layers=stage.layers)
+    place = place_of("tensor", layout.tensor, layout.data, cluster.machine.ranks_per_node, layout.pipeline)
     run = cost.tensor_parallel_collectives(
         shape,
         layout.micro_batch,
@@ -27,9 +31,49 @@ def tensor_communication(shape: TransformerShape, layout: Layout, cluster: Clust
     run += cost.key_value_collectives(
         shape, layout.micro_batch, layout.tensor, element_bytes=cluster.device.element_bytes, recompute=layout.recompute
     )
-    return layout.micro_batches * sum(
-        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run
+    parts = {"layers", *(["embedding"] if stage.first else [])}
+    return sum(
+        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
+        for one in run
+        if (one.part in parts or (stage.last and one.part != "embedding")) and only in ("", one.phase)
     )
+
+
+def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[float]:
+    """The seconds of a message from each stage to the next, or back; the last one's next is the first.
+
+    Ranks are numbered tensor first and pipeline last. Ranks that send to another node share its adapters.
+    """
+    machine, width = cluster.machine, layout.tensor * layout.data
+    whole = layout.micro_batch * shape.seq * shape.hidden * cluster.device.element_bytes
+    size = whole / (layout.tensor if layout.sequence_parallel or layout.scattered else 1)
+    gathered = 0.0
+    if layout.scattered and not layout.sequence_parallel:
+        place = place_of("tensor", layout.tensor, layout.data, machine.ranks_per_node, layout.pipeline)
+        gathered = ring_seconds(cluster, "all_gather", whole, layout.tensor, *place)
+    shared = max(1, min(machine.ranks_per_node, width) / machine.nics_per_node)
+    far = machine.between.alpha + size * max(machine.inside.beta, machine.between.beta * shared)
+    near = machine.inside.alpha + size * machine.inside.beta
+    return [
+        cluster.base + gathered + (far if _leaves_its_node(stage, layout, machine.ranks_per_node) else near)
+        for stage in range(layout.pipeline)
+    ]
+
+
+def _leaves_its_node(stage: int, layout: Layout, node: int) -> bool:
+    """Whether a rank of the stage has its next one on another node."""
+    width = layout.tensor * layout.data
+    ranks = range(stage * width, (stage + 1) * width)
+    return width >= node or any(rank // node != (rank + width) % layout.ranks // node for rank in ranks)
+
+
+def tied_embedding(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
+    """The seconds of the sum of the embedding's gradients over the first and the last stage."""
+    if shape.untied or layout.pipeline == 1:
+        return 0.0
+    node, width = cluster.machine.ranks_per_node, layout.tensor * layout.data
+    size = cluster.device.element_bytes * shape.vocab * shape.hidden / layout.tensor
+    return ring_seconds(cluster, "all_reduce", size, 2, 2 if layout.ranks <= node else 1, min(node, width))
 
 
 def data_communication(
@@ -38,7 +82,7 @@ def data_communication(
     """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward."""
     if layout.data == 1:
         return 0.0, 0.0
-    place = place_of("data", layout.tensor, layout.data, cluster.machine.ranks_per_node)
+    place = place_of("data", layout.tensor, layout.data, cluster.machine.ranks_per_node, layout.pipeline)
     size = cluster.device.element_bytes
     run = cost.data_parallel_collectives(
         owned, layout.data, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
@@ -61,15 +105,16 @@ def stops_early(layout: Layout, device: Device) -> bool:
     return device.kernels == "fused" and not layout.hidden_dropout
 
 
-def place_of(group: str, tensor: int, data: int, node: int) -> tuple[int, int]:
+def place_of(group: str, tensor: int, data: int, node: int, pipeline: int = 1) -> tuple[int, int]:
     """The members of a group that lie on one node, and the groups of its kind that run at once there.
 
-    group: "tensor" or "data". tensor, data: the sizes of such groups. node: the ranks of a node.
+    group: "tensor" or "data". tensor, data, pipeline: the sizes of such groups. node: the ranks of a node.
     """
     if group == "tensor":
         members = min(tensor, node)
-        return members, max(1, min(node, tensor * data) // members)
-    return max(1, min(data, node // tensor)), min(tensor, node)
+        return members, max(1, min(node, tensor * data * pipeline) // members)
+    stages = max(1, min(pipeline, node // (tensor * data)))
+    return max(1, min(data, node // tensor)), min(tensor, node) * stages
 
 
 def ring_seconds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commengine.cost import TransformerShape
+from commengine.grid import divisors
 from trainers.presets import PRESETS
 
 #: models by the short names of --model: the GPTs of Shoeybi et al. 2019 (8.3b is Table 1's, with 32 heads), and GPT-3
@@ -16,15 +17,26 @@ MODELS = {
     "8.3b": PRESETS["gpt-8.3b-32-heads"].shape(),
     "175b": TransformerShape(96, 12288, 96, 2048, 51200),
 }
+# Table 1 of Narayanan et al. 2021 (arXiv 2104.04473)
+MODELS |= {
+    name: TransformerShape(layers, hidden, heads, 2048, 51200)
+    for name, layers, hidden, heads in (
+        ("1.7b", 24, 2304, 24), ("3.6b", 30, 3072, 32), ("7.5b", 36, 4096, 32), ("18.4b", 40, 6144, 48),
+        ("39.1b", 48, 8192, 64), ("76.1b", 60, 10240, 80), ("145.6b", 80, 12288, 96), ("310.1b", 96, 16384, 128),
+        ("529.6b", 105, 20480, 128), ("1008b", 128, 25600, 160),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over tensor x data ranks, and what it keeps.
+    """How a step is spread over tensor x data x pipeline ranks, and what it keeps.
 
     Each rank runs ``micro_batches`` x ``micro_batch`` samples. hidden_dropout, attention_dropout: whether there is such
     dropout. position_mask: attention dropout draws its mask as a function of position, so no fused kernel computes
-    attention (``--attention-dropout-mask position``).
+    attention (``--attention-dropout-mask position``). chunk_layers: the layers of a chunk, if stages are interleaved.
+    scattered: without sequence parallelism, a rank sends 1 / t of a stage's result, which the next one's ranks gather
+    (Narayanan et al. 2021, section 4.1), and not all of it.
     """
 
     tensor: int = 1
@@ -37,13 +49,37 @@ class Layout:
     hidden_dropout: bool = True
     attention_dropout: bool = True
     position_mask: bool = False
+    pipeline: int = 1
+    chunk_layers: int | None = None
+    scattered: bool = False
 
     @property
     def ranks(self) -> int:
         """The number of devices."""
-        return self.tensor * self.data
+        return self.tensor * self.data * self.pipeline
 
     @property
     def batch(self) -> int:
         """The sequences of a step, over all devices."""
         return self.data * self.micro_batch * self.micro_batches
+
+    def chunks(self, layers: int) -> int:
+        """The chunks of a rank, for a model of so many layers. Raises ValueError, naming the option, if none fit."""
+        stages, size = self.pipeline, self.chunk_layers
+        if not 1 <= stages <= layers:
+            raise ValueError(f"--pipeline-model-parallel-size {stages}: valid for {layers} layers: 1 to {layers}")
+        if size is None:
+            return 1
+        name = f"--num-layers-per-virtual-pipeline-stage {size}"
+        if stages == 1 or layers % stages:
+            valid = ", ".join(str(one) for one in divisors(layers) if one > 1)
+            raise ValueError(f"{name}: needs a --pipeline-model-parallel-size above 1 that divides {layers}: {valid}")
+        if layers // stages % size:
+            valid = ", ".join(map(str, divisors(layers // stages)))
+            raise ValueError(f"{name}: must divide the {layers // stages} layers of a stage; valid: {valid}")
+        if self.micro_batches < stages and size < layers // stages:
+            raise ValueError(
+                f"{name}: {self.micro_batches} micro-batches are fewer than the {stages} stages; valid: "
+                f"--global-batch-size {stages * self.data * self.micro_batch} or more"
+            )
+        return layers // stages // size

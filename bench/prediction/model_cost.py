@@ -11,108 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.clusters.cluster import Cluster, Device
-from bench.prediction.group_cost import data_communication, stops_early, tensor_communication
+from bench.prediction.group_cost import data_communication, messages, stops_early, tensor_communication, tied_embedding
 from bench.prediction.kernels import KernelTimes, gemm_seconds, memory_seconds
+from bench.prediction.layer_kernels import CROSS_ENTROPY, OPTIMIZER, OPTIMIZER_WAITED, of_layer
 from bench.prediction.layout import MODELS, Layout
+from bench.prediction.predicted_step import PredictedStep
+from bench.prediction.schedule import schedule_seconds
 from commengine import cost
-from commengine.cost import TransformerShape
-
-
-@dataclass(frozen=True)
-class PredictedStep:
-    """A predicted step.
-
-    seconds: seconds per part, without hidden communication. hidden: seconds of the gradients' reduction that run beside
-    the backward. memory: bytes of a device per part. flops: FLOPs of all devices, including recomputation.
-    """
-
-    seconds: dict[str, float]
-    hidden: float
-    memory: dict[str, float]
-    flops: float
-    ranks: int
-
-    @property
-    def total(self) -> float:
-        """The seconds of the step."""
-        return sum(self.seconds.values())
-
-    @property
-    def flops_per_device(self) -> float:
-        """FLOP/s of a device."""
-        return self.flops / self.total / self.ranks
-
-    @property
-    def communication(self) -> float:
-        """The share of the step during which a device waits for a collective."""
-        return (self.seconds["tensor_communication"] + self.seconds["data_communication"]) / self.total
-
-    @property
-    def memory_total(self) -> float:
-        """The bytes of a device."""
-        return sum(self.memory.values())
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
-
-    over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "qkv", "queries", "rotated"
-    (queries and keys) and "mlp", which a rank has 1 / t of; or "scores", over a s / t for each token. backward: 0 if
-    there is none. bias: there is no such kernel without biases.
-    """
-
-    over: str
-    forward: float
-    backward: float
-    count: int = 1
-    layernorm: bool = False
-    bias: bool = False
-
-
-# Each line: the bytes that the operations of the comment read and write, in order.
-_UNFUSED = (
-    _Kernel("hidden", 4, 6, count=2, layernorm=True),
-    _Kernel("hidden", 5, 5, count=2),  # dropout
-    _Kernel("hidden", 6, 6, count=2),  # residual; backward, the two gradients that meet
-    _Kernel("hidden", 4, 2, count=2),  # bias after the row-parallel product; backward, its sum
-    _Kernel("qkv", 4, 2, bias=True),  # bias of QKV
-    _Kernel("mlp", 4, 2, bias=True),  # bias of h -> 4h
-    _Kernel("qkv", 4, 8),  # heads made contiguous for the batched product; backward, and joined again
-    _Kernel("queries", 4, 4),  # context made contiguous
-    _Kernel("mlp", 4, 6),  # GELU, one kernel by torch.jit
-    _Kernel("scores", 4, 4),  # divided by sqrt(d)
-    _Kernel("scores", 4, 4),  # times the mask
-    _Kernel("scores", 4, 0),  # minus 10000 (1 - mask)
-    _Kernel("scores", 4, 6),  # softmax
-    _Kernel("scores", 5, 5),  # dropout
-)
-_FUSED = (
-    _Kernel("hidden", 4, 6, count=2, layernorm=True),
-    _Kernel("hidden", 7, 11, count=2),  # bias + dropout + residual; backward, dropout and the two gradients that meet
-    _Kernel("qkv", 4, 2, bias=True),  # bias of QKV
-    _Kernel("mlp", 4, 6),  # bias + GELU
-    _Kernel("qkv", 0, 4),  # gradients of q, k, v joined
-)
-# Attention in single operations beside fused kernels: 2019's, and the mask's hash in int32 (tplayers/rng.py).
-_POSITION_MASK = (
-    *(kernel for kernel in _UNFUSED if kernel.over == "scores"),
-    _Kernel("scores", 97, 0),
-    _Kernel("qkv", 4, 4),  # heads made contiguous
-    _Kernel("queries", 4, 4),  # context made contiguous
-)
-# Of the Llama family: queries and keys rotated; SwiGLU, which reads its gate, too.
-_ROTATION = _Kernel("rotated", 4, 4)
-_SWIGLU = _Kernel("mlp", 6, 10)
-# Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
-# 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
-# for Adam 4, master weight and moments read and written 24, weight 2.
-_OPTIMIZER = {"unfused": 72.0, "fused": 30.0}
-_OPTIMIZER_WAITED = 10.0 + 4.0
-# Bytes a logit, forward and backward. Unfused: fp32 copy 6, maximum 4, subtraction 8, exp 8, sum 4, division 8;
-# backward times the gradient 8, fp16 copy 6. Fused: maximum, then sum and gradient in place.
-_CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0)}
-
+from commengine.cost import StageShape, TransformerShape
 
 #: the parts of the model that can be left out, and what is left then
 PARTS = {
@@ -171,40 +77,83 @@ class StepModel:
 
     def step(self, slow: float) -> PredictedStep:
         """The step, if kernels move memory ``slow`` times more slowly than the cluster says."""
-        shape, layout, cluster, device = self.shape, self.layout, self.cluster, self.cluster.device
+        shape, layout, cluster = self.shape, self.layout, self.cluster
         shape.require_tensor_parallel(layout.tensor)
         if layout.sequence_parallel and shape.seq % layout.tensor:
             raise ValueError(
                 f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
             )
-        forward, backward, again = self.layer()
-        ends = self._ends()
-        owned = cost.parameters(shape, layout.tensor)
+        stages = cost.stages(shape, layout.pipeline, layout.chunks(shape.layers), layout.recompute)
+        works = self.layer()
+        pieces = {piece: self._piece(piece, works, slow) for chunks in stages for piece in chunks}
+        busiest = max(stages, key=lambda chunks: sum(sum(pieces[one][0].values()) for one in chunks))
+        parts = pieces[busiest[0]][0]
+        seconds = {part: layout.micro_batches * sum(pieces[one][0][part] for one in busiest) for part in parts}
+        if layout.pipeline > 1:
+            seconds |= self._pipeline(stages, pieces, sum(seconds.values()))
 
-        seconds = dict.fromkeys(("gemm", "attention", "elementwise", "host", "recompute", "ends", "optimizer"), 0.0)
-        for work, passes in ((forward, shape.layers), (backward, shape.layers), (again, shape.layers), (ends, 1)):
-            for part, value in work.seconds(slow).items():
-                seconds["ends" if work is ends else "recompute" if work is again else part] += passes * value
-            # between kernels, and waiting for the host if it issues kernels more slowly than they run
-            idle = max(work.kernels * device.launch, work.kernels * device.dispatch - work.total(slow))
-            seconds["host"] += passes * idle
-        pairs = 2 if layout.recompute == "none" else 6  # around dropout; a checkpoint, its replay and their dropout
-        seconds["host"] += shape.layers * pairs * device.random_state
-        seconds = {part: layout.micro_batches * value for part, value in seconds.items()}
-        under_backward = shape.layers * (backward.total(slow) + again.total(slow))  # of the last micro-batch
-
-        exposed, hidden = data_communication(owned, shape.layers, layout, cluster, under_backward, slow)
+        whole = [StageShape(sum(one.layers for one in chunks), chunks[0].first, chunks[-1].last) for chunks in stages]
+        owned, layers = max((cost.parameters(shape, layout.tensor, one), one.layers) for one in whole)
+        under_backward = layers * sum(work.total(slow) for work in works[1:])  # of the last micro-batch
+        exposed, hidden = data_communication(owned, layers, layout, cluster, under_backward, slow)
         seconds["optimizer"] = self._optimizer(owned, slow)
-        seconds["tensor_communication"] = tensor_communication(shape, layout, cluster)
         seconds["data_communication"] = exposed
         if self.off in seconds:
             seconds[self.off] = 0.0
-        memory = cost.training_bytes(
-            shape, layout.micro_batch, layout.tensor, layout.data, kept_tensors(layout, cluster)
-        )
+        memory = self._memory(whole)
+        fullest = max(range(len(memory)), key=lambda stage: sum(memory[stage].values()))
         # A part that is switched off takes no time, but its FLOPs still count.
         flops = cost.model_flops(shape, layout.batch, layout.recompute)
-        return PredictedStep(seconds, hidden, memory, flops, layout.ranks)
+        return PredictedStep(seconds, hidden, memory[fullest], flops, layout.ranks, fullest)
+
+    def _piece(
+        self, stage: StageShape, works: tuple[KernelTimes, KernelTimes, KernelTimes], slow: float
+    ) -> tuple[dict[str, float], float]:
+        """A micro-batch of a chunk: the seconds by part, and those of its forward, all parts together."""
+        layout, device, (forward, backward, again) = self.layout, self.cluster.device, works
+        ends = self._ends(stage)
+
+        def idle(work: KernelTimes) -> float:  # between kernels, and waiting for a host that issues them too slowly
+            return max(work.kernels * device.launch, work.kernels * device.dispatch - work.total(slow))
+
+        seconds = dict.fromkeys(("gemm", "attention", "elementwise", "host", "recompute", "ends", "optimizer"), 0.0)
+        for work, passes in ((forward, stage.layers), (backward, stage.layers), (again, stage.layers), (ends, 1)):
+            for part, value in work.seconds(slow).items():
+                seconds["ends" if work is ends else "recompute" if work is again else part] += passes * value
+            seconds["host"] += passes * idle(work)
+        pairs = 2 if layout.recompute == "none" else 6  # around dropout; a checkpoint, its replay and their dropout
+        seconds["host"] += stage.layers * pairs * device.random_state
+        seconds["tensor_communication"] = tensor_communication(self.shape, layout, self.cluster, stage)
+        sent = tensor_communication(self.shape, layout, self.cluster, stage, only="forward")
+        # of the ends, as of any product, a third is forward
+        return seconds, stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
+
+    def _pipeline(
+        self, stages: list[list[StageShape]], pieces: dict[StageShape, tuple[dict[str, float], float]], busy: float
+    ) -> dict[str, float]:
+        """The seconds that a pipeline adds to the ``busy`` ones of its busiest stage."""
+        chunks = {}
+        for rank, own in enumerate(stages):
+            for chunk, (parts, forward) in enumerate(pieces[one] for one in own):
+                chunks[rank, False, chunk], chunks[rank, True, chunk] = forward, sum(parts.values()) - forward
+        links = messages(self.shape, self.layout, self.cluster)
+        free, taken = (
+            schedule_seconds(chunks, self.layout.micro_batches, each) for each in ([0.0] * len(stages), links)
+        )
+        sent = taken - free + tied_embedding(self.shape, self.layout, self.cluster)
+        return {"bubble": free - busy, "pipeline_communication": sent}
+
+    def _memory(self, stages: list[StageShape]) -> list[dict[str, float]]:
+        """The bytes of a device of each stage, by use."""
+        shape, layout, kept = self.shape, self.layout, kept_tensors(self.layout, self.cluster)
+        microbatches = [
+            cost.kept_microbatches(stage, len(stages), layout.micro_batches, layout.chunks(shape.layers))
+            for stage in range(len(stages))
+        ]
+        return [
+            cost.training_bytes(shape, layout.micro_batch, layout.tensor, layout.data, kept, stage, count)
+            for stage, count in zip(stages, microbatches, strict=True)
+        ]
 
     def _on(self, part: str) -> bool:
         return part != self.off
@@ -237,14 +186,7 @@ class StepModel:
             attention.add("attention", 1, multiply=flops / (device.peak_flops * device.attention_efficiency[0]))
             backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * device.attention_efficiency[1]))
 
-        kernels: tuple[_Kernel, ...] = _UNFUSED
-        if device.kernels == "fused":
-            kernels = (*_FUSED, *_POSITION_MASK) if _eager_attention(layout, device) else _FUSED
-        if shape.gated:
-            kernels = tuple(_SWIGLU if kernel.over == "mlp" and not kernel.bias else kernel for kernel in kernels)
-        if shape.rotary:
-            kernels += (_ROTATION,)
-        for kernel in kernels:
+        for kernel in of_layer(device.kernels, _eager_attention(layout, device), shape.gated, shape.rotary):
             if kernel.bias and not (shape.biases or (kernel.over == "qkv" and shape.qkv_biases)):
                 continue
             scores = kernel.over == "scores"
@@ -268,7 +210,7 @@ class StepModel:
         return forward, backward, again
 
     def _width(self, over: str) -> float:
-        """The elements of a token on one device. over: of a `_Kernel`."""
+        """The elements of a token on one device. over: of a `layer_kernels.Kernel`."""
         shape, t = self.shape, self.layout.tensor
         keys = shape.keys * shape.sharing(t)
         return {
@@ -277,25 +219,27 @@ class StepModel:
             "queries": shape.queries / t, "rotated": (shape.queries + keys) / t,
         }[over]  # fmt: skip
 
-    def _ends(self) -> KernelTimes:
-        """The embedding, final LayerNorm, logits and loss of a micro-batch, forward and backward."""
+    def _ends(self, stage: StageShape) -> KernelTimes:
+        """Of a micro-batch, both ways: the embedding (first stage), the final LayerNorm, logits and loss (last)."""
         work, shape, layout, device = KernelTimes(), self.shape, self.layout, self.cluster.device
         tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
-        products = [(tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)]
-        if shape.model == "bert":  # the dense layer of masked tokens; what the pooler computes is b rows
+        products = [(tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)] if stage.last else []
+        if shape.model == "bert" and stage.last:  # the dense layer of masked tokens; what the pooler computes is b rows
             products += [(tokens, h, h), (tokens, h, h), (h, h, tokens)]
         for m, n, k in products:
             work.add("logits", 1, multiply=self._gemm(m, n, k))
         if self._on("elementwise"):
             size = device.element_bytes / 2
-            for way, each in enumerate((4, 6)):
+            for way, each in enumerate((4, 6) if stage.last else ()):
                 took = memory_seconds(device, size * each * tokens * h, device.layernorm_efficiency[way])
                 work.add("layernorm", 1, move=took)
             # Looked up, positions added, dropout; backward its gradient scattered into a dense one, which joins the
             # logits'.
-            work.add("embedding", 8, move=memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)))
-            moved = sum(_CROSS_ENTROPY[device.kernels]) * tokens * vocab
-            work.add("loss", 12 if device.kernels == "unfused" else 4, move=memory_seconds(device, moved))
+            if stage.first:
+                work.add("embedding", 8, move=memory_seconds(device, size * (25 * tokens * h + 8 * vocab * h)))
+            moved = sum(CROSS_ENTROPY[device.kernels]) * tokens * vocab
+            if stage.last:
+                work.add("loss", 4 if device.kernels == "fused" else 12, move=memory_seconds(device, moved))
         return work
 
     def _optimizer(self, owned: float, slow: float) -> float:
@@ -304,15 +248,15 @@ class StepModel:
         The unfused one loops over tensors, which the host may issue more slowly than they run.
         """
         layout, device = self.layout, self.cluster.device
-        moved = owned * _OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
+        moved = owned * OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
         moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
         runs = slow * memory_seconds(device, moved)
-        if device.kernels == "fused" or not self._on("host"):
+        if device.kernels != "unfused" or not self._on("host"):
             return runs
-        tensors = 12 * self.shape.layers + 4
+        tensors = 12 * self.shape.layers // layout.pipeline + 4
         # The overflow check and the norm bring a number to the host for each tensor: their run and issue times add up.
-        waited = _OPTIMIZER_WAITED / _OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
-        return waited + max(runs * (1 - _OPTIMIZER_WAITED / _OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)
+        waited = OPTIMIZER_WAITED / OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
+        return waited + max(runs * (1 - OPTIMIZER_WAITED / OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)
 
 
 def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
@@ -328,4 +272,4 @@ def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
 
 def _eager_attention(layout: Layout, device: Device) -> bool:
     """Whether attention runs in single operations, so that its scores are in memory."""
-    return device.kernels == "unfused" or (layout.attention_dropout and layout.position_mask)
+    return device.kernels != "fused" or (layout.attention_dropout and layout.position_mask)

@@ -8,6 +8,7 @@ from typing import Any
 from bench.command.values import flag
 from bench.prediction.layout import MODELS, Layout
 from commengine.cost import TransformerShape
+from commengine.grid import divisors
 from trainers import presets
 from trainers.options import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, OneLineParser, add_some, as_flags
 from trainers.tasks.gpt import GPTTrainConfig
@@ -28,6 +29,7 @@ LAYOUT = (
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "hidden_dropout", "attention_dropout",
     "attention_dropout_mask",
 )  # fmt: skip
+PIPELINE = ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 #: the training command's own values, for options that are not given
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTTrainConfig) if item.name in FAMILY + LAYOUT}
 MICRO_BATCH = 8
@@ -41,8 +43,22 @@ def add_options(options: OneLineParser) -> None:
     add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
     for name, limits in SHAPE.items():
         add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
-    add("--gpus", type=int, valid=COUNT, metavar="N",
-        help="devices in all (default: the tensor-parallel size; --plan needs it)")  # fmt: skip
+    add(
+        "--gpus",
+        type=int,
+        valid=COUNT,
+        metavar="N",
+        help="devices in all (default: the tensor-parallel times the pipeline-parallel size; --plan needs it)",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        type=int,
+        valid=COUNT,
+        metavar="N",
+        help="stages of a pipeline, each on devices of its own (default: 1)",
+    )
+    add("--num-layers-per-virtual-pipeline-stage", type=int, valid=COUNT, metavar="N",
+        help="interleave: each stage has several chunks of so many layers (default: one chunk)")  # fmt: skip
     add_some(options, GPTTrainConfig, FAMILY + LAYOUT)
     options.set_defaults(**dict.fromkeys(LAYOUT))
 
@@ -100,10 +116,16 @@ def layout_of(arguments: Any) -> Layout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     preset = presets.find(arguments.preset) if arguments.preset else None
     tensor = arguments.tensor_model_parallel_size or (preset.tensor if preset else 1)
-    micro, gpus = arguments.micro_batch_size or MICRO_BATCH, arguments.gpus or tensor
+    stages = arguments.pipeline_model_parallel_size or 1
+    micro, gpus = arguments.micro_batch_size or MICRO_BATCH, arguments.gpus or tensor * stages
     if gpus % tensor:
         raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
-    data = gpus // tensor
+    if gpus // tensor % stages:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages}: must divide --gpus {gpus} / tensor-parallel size {tensor}; "
+            f"valid: {', '.join(map(str, divisors(gpus // tensor)))}"
+        )
+    data = gpus // tensor // stages
     batch = batch_of(arguments) or data * micro
     if batch % (data * micro):
         raise ValueError(
@@ -119,4 +141,6 @@ def layout_of(arguments: Any) -> Layout:
         recompute=arguments.recompute_granularity or usual or "none",
         sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
         zero1=bool(arguments.use_distributed_optimizer),
+        pipeline=stages,
+        chunk_layers=arguments.num_layers_per_virtual_pipeline_stage,
     )

@@ -8,7 +8,9 @@ from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import MODELS, Layout
-from bench.prediction.model_cost import PARTS, PredictedStep, predict, slowdown
+from bench.prediction.model_cost import PARTS, predict, slowdown
+from bench.prediction.paper_2021 import Throughput
+from bench.prediction.predicted_step import PredictedStep
 from commengine.cost import Link
 
 FIGURE_5 = (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))  # Table 1: model, GPUs that share it
@@ -82,11 +84,12 @@ def errors(found: list[Figure]) -> tuple[float, float]:
     return sum(sizes) / len(sizes), max(sizes)
 
 
-def as_json(found: list[Figure]) -> dict[str, list[dict[str, float]]]:
+def as_json(found: Sequence[Figure | Throughput]) -> dict[str, list[dict[str, float]]]:
     """The figures by section, in the paper's order."""
+    sections = dict.fromkeys(one.section for one in found)
     return {
         section: [{"published": one.published, "predicted": one.predicted} for one in found if one.section == section]
-        for section in SECTIONS
+        for section in sections
     }
 
 

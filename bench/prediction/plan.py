@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
-from bench.prediction.model_cost import PredictedStep, kept_tensors, predict
+from bench.prediction.model_cost import kept_tensors, predict
+from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.step_report import tflops
 from commengine.cost import TransformerShape
 from commengine.grid import divisors
@@ -17,6 +19,7 @@ from commengine.grid import divisors
 # The fields of Layout that the search varies and a caller may fix, with their options.
 SEARCHED = {
     "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
     "micro_batch": "--micro-batch-size",
     "recompute": "--recompute-granularity",
     "sequence_parallel": "--sequence-parallel",
@@ -38,20 +41,24 @@ def layouts(shape: TransformerShape, gpus: int, batch: int, like: Layout) -> Ite
     """Yield every layout whose sizes divide what they split, with the dropout of ``like``.
 
     Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
-    nothing.
+    nothing. If ``like`` has chunks, stages are cut into such chunks.
     """
     ways = list(product(("none", "selective", "full"), (False, True), (False, True)))
-    for tensor in divisors(gpus):
-        data, split = gpus // tensor, (shape.heads, shape.hidden, shape.vocab, shape.mlp)
+    sizes = [(one, gpus // one // stages, stages) for one in divisors(gpus) for stages in divisors(gpus // one)]
+    for tensor, data, stages in sizes:
+        split = shape.heads, shape.hidden, shape.vocab, shape.mlp
         if batch % data or any(size % tensor for size in split) or (shape.groups % tensor and tensor % shape.groups):
             continue
         for micro_batch, (recompute, sequence, zero1) in product(divisors(batch // data), ways):
             if (sequence and (tensor == 1 or shape.seq % tensor)) or (zero1 and data == 1):
                 continue
-            yield replace(
+            layout = replace(
                 like, tensor=tensor, data=data, micro_batch=micro_batch, micro_batches=batch // data // micro_batch,
-                recompute=recompute, sequence_parallel=sequence, zero1=zero1,
+                recompute=recompute, sequence_parallel=sequence, zero1=zero1, pipeline=stages,
             )  # fmt: skip
+            with suppress(ValueError):  # as many stages, or such chunks, do not fit
+                layout.chunks(shape.layers)
+                yield layout
 
 
 def plan(
@@ -72,11 +79,16 @@ def plan(
     """
     room = cluster.device.memory_bytes - reserve
     chosen = list(layouts(shape, gpus, batch, like or Layout()))
+    if not chosen and like and like.chunk_layers:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {like.chunk_layers}: no layout can have such chunks; they must "
+            f"divide the layers of a stage; valid at best: {', '.join(map(str, divisors(shape.layers)))}"
+        )
     if not chosen:
         raise ValueError(
             f"no way to split {shape.heads} heads, hidden size {shape.hidden}, vocabulary {shape.vocab} and a batch of "
             f"{batch} over {gpus} devices: the tensor-parallel size must divide the first three and the number of "
-            "devices, and the data-parallel size the batch"
+            f"devices, the data-parallel size the batch, and a pipeline has at most {shape.layers} stages"
         )
     found = []
     for layout in _different(_narrowed(chosen, fixed or {}), cluster):
@@ -134,7 +146,7 @@ def _spelled(field: str, value: Any) -> str:
 
 def _slower(step: PredictedStep, best: PredictedStep) -> str:
     """How much slower the step is, and which part grew most."""
-    more = {part: step.seconds[part] - best.seconds[part] for part in best.seconds}
+    more = {part: step.seconds.get(part, 0) - best.seconds.get(part, 0) for part in {**best.seconds, **step.seconds}}
     part = max(more, key=lambda name: more[name])
     return (
         f"{100 * (step.total / best.total - 1):.1f}% slower, most by {part.replace('_', ' ')} "
@@ -159,17 +171,19 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     others = [one for one in candidates if not one.fits]
     shown = fitting[:top] + others[: max(3, top - len(fitting))]
     yield (
-        "| tensor | data | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step | TFLOP/s | waiting "
-        "| memory, GB | why not |"
+        "| tensor | data | pipeline | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step | TFLOP/s "
+        "| waiting | bubble | memory, GB | why not |"
     )
-    yield "|---:|---:|---:|---|---|---|---:|---:|---:|---:|---|"
+    yield "|---:|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---|"
     for one in shown:
         layout, step = one.layout, one.step
-        split = f"{layout.tensor} | {layout.data} | {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
+        split = f"{layout.tensor} | {layout.data} | {layout.pipeline} | {layout.micro_batch} x {layout.micro_batches} "
+        split += f"| {layout.recompute}"
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
         yield (
             f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.flops_per_device)} "
-            f"| {100 * step.communication:.0f}% | {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
+            f"| {100 * step.communication:.0f}% | {100 * step.seconds.get('bubble', 0) / step.total:.0f}% "
+            f"| {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
         )
     yield ""
     yield (

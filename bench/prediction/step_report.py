@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
-from bench.prediction.model_cost import PredictedStep, predict
-from commengine.cost import TransformerShape, parameters
+from bench.prediction.model_cost import predict
+from bench.prediction.predicted_step import PredictedStep
+from commengine.cost import TransformerShape, parameters, stages
 
 
 def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
     """One step: the lines for people, and the numbers for --json."""
     step = predict(shape, layout, cluster)
-    alone = predict(shape, replace(layout, tensor=1, data=1, sequence_parallel=False, zero1=False), cluster)
+    alone = predict(shape, _alone(layout), cluster)
     efficiency = step.flops_per_device / alone.flops_per_device
     room = cluster.device.memory_bytes
+    pipeline = f" x pipeline {layout.pipeline}" if layout.pipeline > 1 else ""
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters on {layout.ranks} x {cluster.device.name} ({cluster.name}), "
-        f"tensor {layout.tensor} x data {layout.data}, batch {layout.batch} in micro-batches of {layout.micro_batch}, "
-        f"recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
+        f"tensor {layout.tensor} x data {layout.data}{pipeline}, batch {layout.batch} in micro-batches of "
+        f"{layout.micro_batch}, recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
         f"{', distributed optimizer' if layout.zero1 else ''}",
         "",
         f"- step: {step.total:.3f} s; {tflops(step.flops_per_device)} TFLOP/s a device, "
@@ -29,7 +32,9 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         f"- scaling efficiency: {100 * efficiency:.0f}% of the same model and micro-batches on one device, did it fit",
         f"- communication that is waited for: {100 * step.communication:.1f}% of the step"
         + (f"; hidden under backward: {1e3 * step.hidden:.0f} ms" if step.hidden else ""),
-        f"- memory a device: {step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}"
+        *_pipeline(shape, layout, step),
+        f"- memory a device{f' of stage {step.fullest}, the fullest' if pipeline else ''}: "
+        f"{step.memory_total / 1e9:.1f} GB of {room / 1e9:.1f}"
         + ("" if step.memory_total <= room else ": **does not fit**"),
         *(f"  - {name}: {size / 1e9:.2f} GB" for name, size in step.memory.items()),
         "",
@@ -43,6 +48,26 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         f"- {calibration(cluster)}",
     ]  # fmt: skip
     return lines, numbers_of(step) | {"scaling_efficiency": efficiency}
+
+
+def _alone(layout: Layout) -> Layout:
+    return replace(
+        layout, tensor=1, data=1, sequence_parallel=False, zero1=False, pipeline=1, chunk_layers=None, scattered=False
+    )
+
+
+def _pipeline(shape: TransformerShape, layout: Layout, step: PredictedStep) -> Iterator[str]:
+    """Yield the line of a pipeline: what its stages have, and how long the busiest one waits for others."""
+    if layout.pipeline == 1:
+        return
+    chunks = layout.chunks(shape.layers)
+    cut = stages(shape, layout.pipeline, chunks, layout.recompute)
+    counts = sorted({sum(one.layers for one in own) for own in cut})
+    yield (
+        f"- pipeline: {layout.pipeline} stages of {' to '.join(map(str, {counts[0], counts[-1]}))} layers in {chunks} "
+        f"chunk{'s' if chunks > 1 else ''}, {layout.micro_batches} micro-batches; bubble: "
+        f"{100 * step.seconds['bubble'] / step.total:.1f}% of the step"
+    )
 
 
 def tflops(flops: float) -> str:
@@ -72,4 +97,4 @@ def numbers_of(step: PredictedStep) -> dict[str, Any]:
     return {
         "step_s": step.total, "flops_per_device": step.flops_per_device, "communication_share": step.communication,
         "seconds": step.seconds, "hidden_s": step.hidden, "memory_bytes": step.memory,
-    }  # fmt: skip
+    } | ({"fullest_stage": step.fullest} if "bubble" in step.seconds else {})  # fmt: skip

@@ -27,10 +27,13 @@ from .memory import activation_bytes as activation_bytes
 from .memory import layer_activation_bytes as layer_activation_bytes
 from .memory import parameter_bytes as parameter_bytes
 from .memory import training_bytes as training_bytes
+from .pipeline import Action as Action
 from .pipeline import bubble as bubble
 from .pipeline import cut_layers as cut_layers
 from .pipeline import kept_microbatches as kept_microbatches
+from .pipeline import needed as needed
 from .pipeline import output_layers as output_layers
+from .pipeline import stages as stages
 from .pipeline import timeline as timeline
 from .step import Collective as Collective
 from .step import data_parallel_collectives as data_parallel_collectives
@@ -39,6 +42,7 @@ from .step import loss_collectives as loss_collectives
 from .step import scalar_collectives as scalar_collectives
 from .step import sequence_parallel_collectives as sequence_parallel_collectives
 from .step import tensor_parallel_collectives as tensor_parallel_collectives
+from .transformer import StageShape as StageShape
 from .transformer import TransformerShape as TransformerShape
 from .transformer import model_flops as model_flops
 from .transformer import parameter_sizes as parameter_sizes

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .transformer import TransformerShape, parameters, require_recompute
+from .transformer import StageShape, TransformerShape, parameters, require_recompute
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,14 @@ def layer_activation_bytes(
     return sbh * (4 * e + masks) / shards + tokens * (e * widths + scores) / tensor
 
 
-def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None) -> float:
+def activation_bytes(
+    shape: TransformerShape,
+    batch: int,
+    tensor: int = 1,
+    kept: KeptTensors | None = None,
+    stage: StageShape | None = None,
+    microbatches: float = 1.0,
+) -> float:
     """Return the bytes of activations when they are most: those kept, and those that the moment needs beside them.
 
     Two moments are compared:
@@ -104,27 +111,38 @@ def activation_bytes(shape: TransformerShape, batch: int, tensor: int = 1, kept:
       "full" adds everything that a layer keeps, "selective" its scores. A gradient of e s b h arrives, and the output
       layer's gradient of the tied embedding (e h v / t) waits for the other use of the table. With "selective" this is
       a little too much, because the layer's MLP has gone by then.
+
+    stage, microbatches: of a pipeline, and what the stage keeps at once (`kept_microbatches`). The moment's needs count
+    once; only the last stage has the loss, and no gradient of the embedding waits where the ends lie apart.
     """
-    kept = kept or KeptTensors()
+    kept, stage = kept or KeptTensors(), stage or StageShape(shape.layers)
     layer = layer_activation_bytes(shape, batch, tensor, kept)
     everything = layer_activation_bytes(shape, batch, tensor, replace(kept, recompute="none"))
     e, tokens = kept.element_bytes, shape.seq * batch
     stream = tokens * shape.hidden / (tensor if kept.sequence_parallel else 1)
-    mask = stream if kept.hidden_dropout else 0.0
+    mask = stream if kept.hidden_dropout and stage.first else 0.0
     of_logit = 4 + (2 if e == 2 else 0)
     inputs = 5 if shape.model == "bert" else 2
-    at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor
-    waiting = e * (stream + (0 if shape.untied else shape.hidden * shape.vocab / tensor))
+    at_loss = inputs * e * stream + of_logit * tokens * shape.vocab / tensor if stage.last else 0.0
+    waits = stage.first and stage.last and not shape.untied
+    waiting = e * (stream + (shape.hidden * shape.vocab / tensor if waits else 0))
     at_layer = waiting + everything - layer if kept.recompute != "none" else 0.0
-    return shape.layers * layer + mask + max(at_loss, at_layer)
+    return microbatches * (stage.layers * layer + mask) + max(at_loss, at_layer)
 
 
 def training_bytes(
-    shape: TransformerShape, batch: int, tensor: int = 1, data: int = 1, kept: KeptTensors | None = None
+    shape: TransformerShape,
+    batch: int,
+    tensor: int = 1,
+    data: int = 1,
+    kept: KeptTensors | None = None,
+    stage: StageShape | None = None,
+    microbatches: float = 1.0,
 ) -> dict[str, float]:
     """Return the bytes of one rank at the peak of a training step, by use; their sum is what the rank needs.
 
-    batch: of a micro-batch. tensor, data: the sizes of the tensor and data groups.
+    batch: of a micro-batch. tensor, data: the sizes of the tensor and data groups. stage, microbatches: as in
+    `activation_bytes`.
 
     - "parameters and optimizer": `parameter_bytes`.
     - "activations": `activation_bytes`.
@@ -135,9 +153,9 @@ def training_bytes(
     libraries keep, and unused memory between tensors.
     """
     kept = kept or KeptTensors()
-    owned = parameters(shape, tensor)
+    owned = parameters(shape, tensor, stage)
     ranks = data if kept.zero1 else 1
-    activations = activation_bytes(shape, batch, tensor, kept)
+    activations = activation_bytes(shape, batch, tensor, kept, stage, microbatches)
     sent = 0.0
     if data > 1 and kept.sends_together:
         received = kept.sent_bytes or kept.gradient_bytes

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .transformer import TransformerShape, model_flops
+from .transformer import StageShape, TransformerShape, model_flops
 
 #: (is a backward, micro-batch, chunk): one action of a rank
 Action = tuple[bool, int, int]
@@ -49,6 +49,23 @@ def cut_layers(layers: int, stages: int, last: float = 0.0) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(starts)]
 
 
+def stages(shape: TransformerShape, count: int, chunks: int = 1, recompute: str = "none") -> list[list[StageShape]]:
+    """Return the chunks of each of ``count`` ranks: one, cut by cost, or ``chunks`` equal ones.
+
+    Raises ValueError unless each stage gets a layer, and if several chunks cannot be equal.
+    """
+    if shape.layers % (count * chunks) and chunks > 1:
+        raise ValueError(f"{shape.layers} layers are no {chunks} equal chunks on each of {count} stages")
+    layers = [shape.layers // (count * chunks)] * count
+    if chunks == 1:
+        layers = [len(one) for one in cut_layers(shape.layers, count, output_layers(shape, recompute))]
+    last = count * chunks - 1
+    return [
+        [StageShape(here, at == 0, at == last) for at in range(rank, count * chunks, count)]
+        for rank, here in enumerate(layers)
+    ]
+
+
 def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 1) -> float:
     """Return how many micro-batches' activations a stage keeps at most, each counted for all layers of the rank.
 
@@ -78,16 +95,19 @@ class Timeline:
 
 
 def timeline(
-    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[int, bool, int], float], message: float = 0.0
+    orders: Sequence[Sequence[Action]],
+    seconds: Mapping[tuple[int, bool, int], float],
+    message: float | Sequence[float] = 0.0,
 ) -> Timeline:
     """Return when each action happens if every rank does its order, and messages are sent while it goes on.
 
     orders: of each rank. seconds: of the action of a chunk, by (rank, is a backward, chunk). message: the seconds of
-    one from a stage to the next.
+    one from a stage to the next, or of each: from rank i to rank i + 1, and back. The last rank's next is rank 0.
 
     Raises ValueError, naming the actions, if the orders wait for each other.
     """
     stages, chunks = len(orders), 1 + max(chunk for one in orders for *_, chunk in one)
+    messages = [message] * stages if isinstance(message, int | float) else message
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in orders]
     places, clocks = [0] * stages, [0.0] * stages
     while any(place < len(one) for place, one in zip(places, orders, strict=True)):
@@ -95,7 +115,7 @@ def timeline(
         for rank, one in enumerate(orders):
             while places[rank] < len(one):
                 action = one[places[rank]]
-                ready = _ready(action, rank, stages, chunks, spans, message)
+                ready = _ready(action, rank, chunks, spans, messages)
                 if ready is None:
                     break
                 begin = max(ready, clocks[rank])
@@ -109,19 +129,27 @@ def timeline(
     return Timeline(spans)
 
 
-def _ready(
-    action: Action, rank: int, stages: int, chunks: int, spans: Sequence[Mapping[Action, tuple[float, float]]],
-    message: float,
-) -> float | None:  # fmt: skip
-    """Return when the input of an action is there; None if it has not been computed."""
+def needed(action: Action, rank: int, stages: int, chunks: int) -> tuple[int, Action] | None:
+    """Return the rank and the action whose result an action needs; None for the first forwards."""
     backward, microbatch, chunk = action
     virtual = chunk * stages + rank
     before = virtual + 1 if backward else virtual - 1
     if before < 0:
-        return 0.0
+        return None
     if before == stages * chunks:  # the gradient of the loss
-        span = spans[rank].get((False, microbatch, chunk))
-        return None if span is None else span[1]
-    other = before % stages
-    span = spans[other].get((backward, microbatch, before // stages))
-    return None if span is None else span[1] + (message if other != rank else 0.0)
+        return rank, (False, microbatch, chunk)
+    return before % stages, (backward, microbatch, before // stages)
+
+
+def _ready(
+    action: Action, rank: int, chunks: int, spans: Sequence[Mapping[Action, tuple[float, float]]],
+    messages: Sequence[float],
+) -> float | None:  # fmt: skip
+    """Return when the input of an action is there; None if it has not been computed."""
+    source = needed(action, rank, len(spans), chunks)
+    if source is None:
+        return 0.0
+    other, before = source
+    span = spans[other].get(before)
+    link = rank if action[0] else other  # between a rank and the next
+    return None if span is None else span[1] + (messages[link] if other != rank else 0.0)

@@ -9,7 +9,7 @@ tensor-parallel size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RECOMPUTE = ("none", "selective", "full")
 MODELS = ("gpt", "bert")
@@ -102,13 +102,31 @@ class TransformerShape:
             raise ValueError(f"tensor-parallel size {tensor} neither divides kv_heads={self.groups} nor is a multiple")
 
 
-def parameters(shape: TransformerShape, tensor: int = 1) -> int:
+@dataclass(frozen=True)
+class StageShape:
+    """What a stage of a pipeline has: so many layers, and whether the embedding (first), the output and loss (last)."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
+
+
+def parameters(shape: TransformerShape, tensor: int = 1, stage: StageShape | None = None) -> int:
     """Return the number of parameters of one rank of a tensor group of ``tensor`` ranks: the sum of `parameter_sizes`.
 
     Weights and the biases of column-parallel layers are split. LayerNorms, the biases of row-parallel layers and the
-    position embedding are not.
+    position embedding are not. stage: the parameters of this stage only, instead of the whole model. A tied embedding
+    lies on the first and on the last stage.
     """
-    return sum(size for _, size in parameter_sizes(shape, tensor))
+    stage = stage or StageShape(shape.layers)
+
+    def here(name: str) -> bool:
+        tied = name == "embedding.weight" and not shape.untied
+        ends = stage.first if "embedding" in name else stage.last
+        return name.startswith("layers.") or ends or (tied and stage.last)
+
+    sizes = parameter_sizes(replace(shape, layers=stage.layers), tensor)
+    return sum(size for name, size in sizes if here(name))
 
 
 def parameter_sizes(

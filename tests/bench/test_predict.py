@@ -141,21 +141,31 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
     machine = replace(DGX_2H, device=DGX_2H.device.model_copy(update={"memory_bytes": gigabytes * 1e9}))
     found = plan.plan(SMALL, machine, gpus, batch)
     best, count = (math.inf, None), 0
-    every = itertools.product(range(1, gpus + 1), range(1, gpus + 1), range(1, batch + 1), range(1, batch + 1))
-    for tensor, data, micro, times in every:
-        if tensor * data != gpus or data * micro * times != batch or 8 % tensor or 512 % tensor or 8192 % tensor:
+    sizes = range(1, gpus + 1)
+    every = itertools.product(sizes, sizes, range(1, 5), range(1, batch + 1), range(1, batch + 1))
+    for tensor, data, stages, micro, times in every:
+        if (
+            tensor * data * stages != gpus
+            or data * micro * times != batch
+            or 8 % tensor
+            or 512 % tensor
+            or 8192 % tensor
+        ):
             continue
         off_on = (False, True)
         for recompute, sequence, zero1 in itertools.product(("none", "selective", "full"), off_on, off_on):
             if (sequence and (tensor == 1 or 256 % tensor)) or (zero1 and data == 1):
                 continue
             count += 1
-            layout = Layout(tensor, data, micro, times, recompute, sequence, zero1)
+            layout = Layout(tensor, data, micro, times, recompute, sequence, zero1, pipeline=stages)
             step = model_cost.predict(SMALL, layout, machine)
-            parameters = (6 + 12 / data if zero1 else 18) * cost.parameters(SMALL, tensor)
             kept = cost.KeptTensors(recompute=recompute, sequence_parallel=sequence)
-            activations = cost.activation_bytes(SMALL, micro, tensor, kept)
-            if parameters + activations + 2e9 <= gigabytes * 1e9:
+            needs = []
+            for stage, (part,) in enumerate(cost.stages(SMALL, stages, recompute=recompute)):
+                parameters = (6 + 12 / data if zero1 else 18) * cost.parameters(SMALL, tensor, part)
+                held = min(stages - stage, times)
+                needs.append(parameters + cost.activation_bytes(SMALL, micro, tensor, kept, part, held))
+            if max(needs) + 2e9 <= gigabytes * 1e9:
                 best = min(best, (step.total, layout), key=lambda pair: pair[0])
     assert len(found) == count
     assert found[0].fits and found[0].step.total == best[0] and found[0].layout == best[1]
@@ -228,7 +238,7 @@ def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
     argv = ("--plan", "--model", "8.3b", "--gpus", 16, "--global-batch-size", 16, "--json", tmp_path / "plan.json")
     assert call(*argv, "--no-use-distributed-optimizer") == 0
     rows = json.loads((tmp_path / "plan.json").read_text())["candidates"]
-    assert {row["tensor"] for row in rows if row["fits"]} == {8, 16}
+    assert {row["tensor"] * row["pipeline"] for row in rows if row["fits"]} == {8, 16}
     assert all("does not fit" in row["why"] for row in rows if not row["fits"])
     assert any("slower, most by" in row["why"] for row in rows)
     out = capsys.readouterr().out
@@ -374,7 +384,7 @@ def test_rates_have_three_significant_digits(rate, text):
 # ---- machines
 
 
-@pytest.mark.parametrize("name", ["dgx-2h", "dgx-a100", "dgx-h100", "amd-epyc"])
+@pytest.mark.parametrize("name", ["dgx-2h", "dgx-a100", "dgx-h100", "amd-epyc", "selene"])
 def test_machines_that_ship_load_and_predict(name, capsys):
     assert name in cluster.names()
     argv = ("--cluster", name, "--model", "355m", "--gpus", 4, "--tensor-model-parallel-size", 2)
@@ -415,7 +425,10 @@ def edited(tmp_path, edit):
             "gemm_efficiency=90: should be less than or equal to 1",
         ),
         (lambda d: d["device"].update(peak_tflops=float("inf")), "device.peak_tflops=inf: should be a finite number"),
-        (lambda d: d["device"].update(kernels="triton"), "device.kernels='triton': should be 'unfused' or 'fused'"),
+        (
+            lambda d: d["device"].update(kernels="triton"),
+            "device.kernels='triton': should be 'unfused', 'fused' or 'fused_softmax'",
+        ),
         (lambda d: d["device"].update(tiles=[128, 128]), r"device.tiles\[0\]=128: should be a valid array"),
         (lambda d: d["node"].update(nics=0), "node.nics=0: should be greater than or equal to 1"),
         (lambda d: d.update(overlap="sometimes"), "overlap='sometimes': should be a valid boolean"),
@@ -457,7 +470,7 @@ def test_machine_file_of_ones_own(tmp_path):
         (["--model", "1.2b", "--tensor-model-parallel-size", "3"], "size 3 does not divide heads=16"),
         (["--model", "1.2b", "--gpus", "4", "--global-batch-size", "12"], "no multiple of --micro-batch-size 8 x 4"),
         (["--plan", "--model", "1.2b"], "--plan needs --gpus and --global-batch-size"),
-        (["--plan", "--model", "1.2b", "--gpus", "7", "--global-batch-size", "5"], "no way to split 16 heads"),
+        (["--plan", "--model", "1.2b", "--gpus", "41", "--global-batch-size", "5"], "no way to split 16 heads"),
         (["--model", "1.2b", "--hidden-dropout", "1"], "--hidden-dropout 1.0: must be at least 0 and below 1"),
         (["--model", "1.2b", "--attention-dropout-mask", "none"], "invalid choice: 'none'"),
         (["--paper", "--attention-dropout", "0"], "--paper takes no --attention-dropout"),

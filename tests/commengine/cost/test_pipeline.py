@@ -1,11 +1,12 @@
 """The cut of a model into stages, and the time of schedules."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from commengine import cost
-from commengine.cost import bubble, cut_layers, kept_microbatches, output_layers, timeline
+from commengine.cost import StageShape, bubble, cut_layers, kept_microbatches, output_layers, timeline
 
 GPT = cost.TransformerShape(layers=24, hidden=1024, heads=16, seq=1024, vocab=51200)
 
@@ -76,3 +77,29 @@ def test_an_early_stage_keeps_more_microbatches():
     assert [kept_microbatches(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert kept_microbatches(0, 4, 2) == 2
     assert kept_microbatches(0, 4, 8, chunks=2) == pytest.approx(4 * (1 + 3 / 8))  # L (1 + (p - 1) / (p v)) [P]
+
+
+def test_each_link_has_a_message_of_its_own():
+    seconds = {(rank, back, chunk): 1.0 for rank in range(2) for back in (False, True) for chunk in range(2)}
+    orders = [[(back, 0, chunk) for back in (False, True) for chunk in ((1, 0) if back else (0, 1))]] * 2
+    spans = timeline(orders, seconds, [0.25, 0.5]).spans
+    assert spans[1][False, 0, 0][0] == 1.25  # rank 0 to 1
+    assert spans[0][False, 0, 1][0] == 2.75  # and from the last one to the first
+    assert spans[1][True, 0, 0][0] == spans[0][True, 0, 1][1] + 0.5
+
+
+@pytest.mark.parametrize(("untied", "copies"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_stages_parameters_are_the_models_and_a_copy_of_a_tied_embedding(tensor, untied, copies):
+    shape = replace(GPT, untied=untied)
+    parts = [StageShape(sum(one.layers for one in own), own[0].first, own[-1].last) for own in cost.stages(shape, 4, 3)]
+    assert [part.layers for part in parts] == [6] * 4 and [part.first for part in parts] == [True, False, False, False]
+    found = sum(cost.parameters(shape, tensor, part) for part in parts)
+    assert found == cost.parameters(shape, tensor) + copies * 51200 * 1024 // tensor
+
+
+def test_stages_are_cut_by_cost_and_chunks_are_equal():
+    assert [own[0].layers for own in cost.stages(GPT, 3)] == [9, 9, 6]  # the output layer costs as much as 3.7 layers
+    assert cost.stages(GPT, 2, 3)[1] == [StageShape(4, False, False), StageShape(4, False, False), StageShape(4, False)]
+    with pytest.raises(ValueError, match="24 layers are no 5 equal chunks on each of 2 stages"):
+        cost.stages(GPT, 2, 5)

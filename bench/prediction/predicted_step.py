@@ -1,0 +1,44 @@
+"""What is predicted of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A predicted step.
+
+    seconds: seconds per part, without hidden communication. hidden: seconds of the gradients' reduction that run beside
+    the backward. memory: bytes of a device per part. flops: FLOPs of all devices, including recomputation.
+    fullest: the stage that needs most memory, which ``memory`` is. The parts of a pipeline's step are those of its
+    busiest stage, with "bubble" and "pipeline_communication", which it waits for other stages and for messages.
+    """
+
+    seconds: dict[str, float]
+    hidden: float
+    memory: dict[str, float]
+    flops: float
+    ranks: int
+    fullest: int = 0
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return sum(self.seconds.values())
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOP/s of a device."""
+        return self.flops / self.total / self.ranks
+
+    @property
+    def communication(self) -> float:
+        """The share of the step during which a device waits for a collective or a message."""
+        waited = self.seconds["tensor_communication"] + self.seconds["data_communication"]
+        return (waited + self.seconds.get("pipeline_communication", 0.0)) / self.total
+
+    @property
+    def memory_total(self) -> float:
+        """The bytes of a device."""
+        return sum(self.memory.values())
