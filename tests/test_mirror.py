@@ -53,7 +53,6 @@ TESTED_BY = {
     "tplayers/fields/pool.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/same_layer.py": ["tplayers/fields/test_layer.py"],
     "tplayers/fields/upsample.py": ["tplayers/fields/test_layers_drawn.py"],
-    "tplayers/generation/staged.py": ["trainers/tasks/test_stages.py"],
     "tplayers/models/part.py": ["trainers/pipeline/test_schedule.py"],
     "trainers/pipeline/messages.py": ["trainers/pipeline/test_schedule.py"],
     "trainers/training/tied.py": ["trainers/pipeline/test_schedule.py"],
