@@ -24,6 +24,7 @@ B, S, H, HEADS, VOCAB = 2, 8, 8, 4, 16
 F64 = torch.float64
 #: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
 NO_FUNCTIONS = {
+    "ModelPart", "StageInput", "first_copies", "whole_placements",
     "BERTConfig", "CanonicalShards", "Constant", "DropoutMask", "GPTConfig", "Gelu", "KeyValueCache", "NormPlacement",
     "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute", "RopeScaling", "Sampling",
     "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter", "all_reduce_together", "generate",
