@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from commengine import Communicator, cost
-from commengine.cost import Collective, FittedModel, KeptTensors
+from commengine.cost import Collective, FittedModel, KeptTensors, StageShape
 from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
+from tplayers import StageInput
 from trainers.config import bucket_size, overlapped
+from trainers.pipeline.orders import order
 from trainers.training.precision import parameter_dtype
 
 from .transformer import TransformerTrainConfig
@@ -29,7 +31,9 @@ class Forecast:
 
     memory: bytes of a rank, by use. flops: of a rank's products, recomputed ones included. rate: the FLOP/s of a
     rank's products. collectives: those of a rank, by group. communication: their seconds; None if no model tells them.
-    tokens: of a step, on all ranks.
+    tokens: of a step, on all ranks. cut: the layers of each stage of a pipeline, for people. waits: the seconds for
+    which the busiest stage waits for others. Of a pipeline, memory is that of the stage that needs most, and flops are
+    those of the stage that has most.
     """
 
     memory: dict[str, float]
@@ -38,11 +42,13 @@ class Forecast:
     collectives: dict[str, list[Collective]]
     communication: float | None
     tokens: int
+    cut: str = ""
+    waits: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step: products, and the collectives if their time is known; nothing is hidden."""
-        return self.flops / self.rate + (self.communication or 0.0)
+        """The seconds of a step: products, bubble, and the collectives if their time is known; nothing is hidden."""
+        return self.flops / self.rate + self.waits + (self.communication or 0.0)
 
     def lines(self) -> Iterator[str]:
         """Yield the forecast for people."""
@@ -51,6 +57,8 @@ class Forecast:
         yield f"time of a step     {self.seconds:.4g} s, {self.tokens / self.seconds:,.0f} tokens/s"
         products = f"products: {self.flops / 1e9:,.4g} GFLOP a rank"
         yield f"  {self.flops / self.rate:9.4g} s  {products}, at the {self.rate / 1e9:,.4g} GFLOP/s measured just now"
+        if self.cut:
+            yield f"  {self.waits:9.4g} s  bubble, on stages of {self.cut} layers"
         moved = ", ".join(
             f"{sum(one.count for one in found)} of the {group} group with {_mb(found)}"
             for group, found in self.collectives.items()
@@ -90,26 +98,65 @@ def _dtype(config: TransformerTrainConfig) -> torch.dtype:
 
 
 def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device) -> dict[str, list[Collective]]:
-    """The collectives of a rank in a step, by group, for ``config`` as in `forecast`. Not collective."""
+    """The collectives of a rank in a step, by group, for ``config`` as in `forecast`. Not collective.
+
+    Of a pipeline they are those of a rank with the most layers, and with the output layer.
+    """
     tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
-    data, recompute = ranks // tensor, config.recompute_granularity or "none"
-    shape = config.model().cost_shape(config.seq_length, config.task, tensor)
+    stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
+    data, shape = ranks // config.model_parallel_size, config.cost_shape()
+    most = max(_stages(config), key=lambda stage: stage.layers)
+    here = replace(shape, layers=most.layers)
+    microbatches = config.batch_size(data) // (micro * data)
 
     run = cost.tensor_parallel_collectives(
-        shape, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
+        here, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
         stops_early=config.hidden_dropout == 0,
     )  # fmt: skip
-    run += cost.loss_collectives(shape, micro, tensor, together=True)
-    run += cost.key_value_collectives(shape, micro, tensor, element_bytes=size, recompute=recompute)
-    of_tensor = [one for one in run for _ in range(config.batch_size(data) // (micro * data))]
+    run += cost.loss_collectives(here, micro, tensor, together=True)
+    run += cost.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
+    of_tensor = [one for one in run for _ in range(microbatches)]
 
-    owned = cost.parameters(shape, tensor)
+    owned = cost.parameters(shape, tensor, most)
     buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data))
     of_data = cost.data_parallel_collectives(
         owned, data, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
         zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
     )  # fmt: skip
-    return {name: found for name, found in (("tensor", of_tensor), ("data", of_data)) if found}
+    message = size * micro * config.seq_length * config.hidden_size / (tensor if config.sequence_parallel else 1)
+    why = "activations forward, gradients backward"
+    messages = [Collective("p2p", message, 2, 2 * config.chunks * microbatches, why)] if stages > 1 else []
+    of_groups = (("tensor", of_tensor), ("data", of_data), ("pipeline", messages))
+    return {name: found for name, found in of_groups if found}
+
+
+def _stages(config: TransformerTrainConfig) -> list[StageShape]:
+    """The layers of each rank of the pipeline, all its chunks together."""
+    parts = config.parts()
+    return [StageShape(len(part.numbers), part.first, part.last) for part in parts]
+
+
+def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, float]:
+    """(FLOPs of the busiest stage, FLOPs' worth of time for which it waits for others) in a step of one replica."""
+    shape, recompute, micro = config.cost_shape(), config.recompute_granularity or "none", config.micro_batch_size
+
+    def flops(layers: int, again: str) -> float:
+        return cost.model_flops(replace(shape, layers=layers), micro, again) / config.tensor_model_parallel_size
+
+    layer, forward = (flops(2, again) - flops(1, again) for again in (recompute, "none"))
+    ends = flops(1, "none") - forward
+    stages, chunks = config.pipeline_model_parallel_size, config.chunks
+    seconds: dict[tuple[int, bool, int], float] = {}
+    for rank, part in enumerate(config.parts()):
+        for chunk, numbers in enumerate(part.chunks):
+            last = ends if part.ends(StageInput(chunk)) else 0.0
+            seconds[rank, False, chunk] = (len(numbers) * forward + last) / 3
+            seconds[rank, True, chunk] = len(numbers) * layer + last - seconds[rank, False, chunk]
+    most = microbatches * max(
+        sum(seconds[rank, back, c] for back in (False, True) for c in range(chunks)) for rank in range(stages)
+    )
+    orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
+    return most, cost.timeline(orders, seconds).seconds - most
 
 
 def forecast(
@@ -120,19 +167,32 @@ def forecast(
     rate: FLOP/s of a rank. model: of the collectives. The few positions at which a BERT predicts count as all, and the
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
-    tensor = config.tensor_model_parallel_size
-    data = ranks // tensor
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    data = ranks // config.model_parallel_size
     kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
-    shape = config.model().cost_shape(config.seq_length, config.task, tensor)
+    shape = config.cost_shape()
     batch, groups = config.batch_size(data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * model.seconds(one.operation, one.size, one.ranks) for one in every)
-    return Forecast(
-        cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept),
-        cost.model_flops(shape, batch, kept.recompute) / ranks, rate, groups, communication, batch * config.seq_length,
-    )  # fmt: skip
+    if stages == 1:
+        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept)
+        flops = cost.model_flops(shape, batch, kept.recompute) / ranks
+        return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
+    microbatches = batch // (config.micro_batch_size * data)
+    uses = [
+        cost.training_bytes(
+            shape, config.micro_batch_size, tensor, data, kept, stage,
+            cost.kept_microbatches(number, stages, microbatches, config.chunks),
+        )
+        for number, stage in enumerate(_stages(config))
+    ]  # fmt: skip
+    memory = max(uses, key=lambda use: sum(use.values()))
+    most, waits = _busiest(config, microbatches)
+    counts = [[len(chunk) for chunk in part.chunks] for part in config.parts()]
+    cut = " + ".join(str(one if len(one) > 1 else one[0]) for one in counts)
+    return Forecast(memory, most, rate, groups, communication, batch * config.seq_length, cut, waits / rate)
 
 
 def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
@@ -169,8 +229,10 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
         with usage_errors("--cost-model "):
             model = None if config.cost_model is None else FittedModel.load(Path(config.cost_model))
             found = forecast(config, comm.size, rate, comm.device, model)
-        tensor = config.tensor_model_parallel_size
-        print(f"--dry-run on {comm.size} ranks, tensor {tensor} x data {comm.size // tensor}: nothing is trained")
+        stages = config.pipeline_model_parallel_size
+        layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.model_parallel_size}"
+        layout += f" x pipeline {stages}" if stages > 1 else ""
+        print(f"--dry-run on {comm.size} ranks, {layout}: nothing is trained")
         print("\n".join(found.lines()), flush=True)
 
     on_rank_zero(comm, show)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from commengine import Communicator, ProcessGrid, cost
 from commengine.cost import TransformerShape
 from tplayers import ModelPart
-from trainers.config import TrainConfig
 from trainers.options import AtLeastOne, Layers, given, option, require
+
+from .layers import LayerConfig
 
 
 @dataclass(frozen=True)
-class StagesConfig(TrainConfig):
+class StagesConfig(LayerConfig):
     """A training run of a transformer that may be cut into stages (Narayanan et al. 2021, section 2.2)."""
 
     num_layers: Layers = option(12, "transformer layers", fixed=True)
@@ -76,6 +77,6 @@ class StagesConfig(TrainConfig):
         stages, chunks = self.pipeline_model_parallel_size, self.chunks
         last = 0.0
         if chunks == 1 and stages > 1:
-            last = cost.output_layers(self.cost_shape())
+            last = cost.output_layers(self.cost_shape(), self.recompute_granularity or "none")
         cut = cost.cut_layers(self.num_layers, stages * chunks, last)
         return [ModelPart(self.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]

@@ -34,14 +34,13 @@ from trainers.training.interfaces import Objective
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
-from .layers import LayerConfig
 from .other_models import require_same, settings_of_load
 from .same_bits import SameBitsConfig
 from .stages import StagesConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, LayerConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share.
 
     A subclass says what is trained: `model`, `network`, `open_corpus`, `batches` and `objective`.

@@ -65,6 +65,23 @@ def test_the_forecast_is_the_formulas(other):
     assert found.seconds == pytest.approx(found.flops / 1e9 + found.communication)
 
 
+@pytest.mark.parametrize(("each", "chunks"), [(None, 1), (1, 2)])
+def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_that_needs_most(each, chunks):
+    few = {"num_layers": 8, "vocab_size": 8, "make_vocab_size_divisible_by": 8, "global_batch_size": 16}  # no ends
+    config = GPTTrainConfig(**SIZES | few, pipeline_model_parallel_size=4, num_layers_per_virtual_pipeline_stage=each)
+    found = forecast(config, 4, 1e9, HOST)
+    assert found.cut == ("2 + 2 + 2 + 2" if each is None else "[1, 1] + [1, 1] + [1, 1] + [1, 1]")
+    assert found.waits / (found.flops / 1e9) == pytest.approx(3 / (chunks * 8), rel=0.1)
+    shape, kept = config.cost_shape(), kept_tensors(config, overlap=False)
+    first = cost.training_bytes(
+        shape, 2, 1, 1, kept, cost.StageShape(2, first=True, last=False), cost.kept_microbatches(0, 4, 8, chunks)
+    )
+    assert found.memory == first
+    (messages,) = found.collectives["pipeline"]
+    assert messages.size == 4 * 2 * 32 * 64 and messages.count == 2 * 8 * chunks
+    assert f"bubble, on stages of {found.cut} layers" in "\n".join(found.lines())
+
+
 def test_without_a_model_the_collectives_take_no_time_and_the_words_say_so():
     config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
     unknown, alone = (
