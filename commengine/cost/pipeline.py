@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .transformer import StageShape, TransformerShape, model_flops
 
@@ -25,12 +25,8 @@ def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:
 
 def output_layers(shape: TransformerShape, recompute: str = "none") -> float:
     """Return the cost of the output layer and the heads, in layers: the ratio of their FLOPs."""
-    one, two = (model_flops(_of_layers(shape, count), 1, recompute) for count in (1, 2))
+    one, two = (model_flops(replace(shape, layers=count), 1, recompute) for count in (1, 2))
     return (2 * one - two) / (two - one)
-
-
-def _of_layers(shape: TransformerShape, layers: int) -> TransformerShape:
-    return TransformerShape(**{**vars(shape), "layers": layers})
 
 
 def cut_layers(layers: int, stages: int, last: float = 0.0) -> list[range]:
@@ -70,11 +66,13 @@ def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 
     """Return how many micro-batches' activations a stage keeps at most, each counted for all layers of the rank.
 
     min(p - i, m) for stage i from 0. With chunks a rank keeps 1 + (p - 1) / (p v) times as many layers' activations on
-    stage 0 [P, section 2.2].
+    stage 0 [P, section 2.2], and more where p does not divide m: the groups of micro-batches that go through the chunks
+    are then larger than p.
     """
     if chunks == 1:
         return min(stages - stage, microbatches)
-    first = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    group = -(-microbatches // max(microbatches // stages, 1))  # which goes through all chunks together
+    first = 2 * (stages - stage - 1) + (chunks - 1) * group + 1
     return min(first, chunks * microbatches) / chunks
 
 

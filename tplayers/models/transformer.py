@@ -228,8 +228,11 @@ class Transformer(nn.Module):
         """
         if self.part.first and self.part.last:
             return self
-        with torch.device("meta"):
-            return type(self)(self.config, self.comm, dtype=self._weight.dtype)
+        found: Self | None = vars(self).get("_whole")  # not as a module of this one
+        if found is None:
+            with torch.device("meta"):
+                found = vars(self)["_whole"] = type(self)(self.config, self.comm, dtype=self._weight.dtype)
+        return found
 
     # The output layer ---------------------------------------------------------------------------------------------
 

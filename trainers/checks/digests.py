@@ -22,8 +22,8 @@ from trainers.training.trainer import Step, Trainer
 #: the end of the names of digests in metrics.jsonl
 SUFFIX = "_digest"
 
-#: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups; without stages a row has no second
-LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+#: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups; without stages a row has no third
+LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
 #: of a digest: every program that reads JSON keeps whole numbers of this size
 BITS = 52
@@ -52,8 +52,8 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
 def layout(trainer: Trainer) -> dict[str, int]:
     """The layout of the step's ranks, which stands beside the digests: a run may go on at another one."""
     grid = trainer.grid
-    sizes = dict(zip(LAYOUT, (grid.tensor.size, grid.pipeline.size, grid.data.size), strict=True))
-    return {name: size for name, size in sizes.items() if name != LAYOUT[1] or size > 1}
+    sizes = dict(zip(LAYOUT, (grid.tensor.size, grid.data.size, grid.pipeline.size), strict=True))
+    return {name: size for name, size in sizes.items() if name != LAYOUT[2] or size > 1}
 
 
 def weights_digest(trainer: Trainer) -> int:

@@ -41,7 +41,7 @@ def difference(trainer: Trainer) -> str | None:
     Compared over the data group: parameters, and masters and AdamW's moments where they are not sharded (ZeRO-1). Over
     the tensor group: the same of parameters that are not split. Between the first and the last stage of a pipeline: a
     tied weight. The ranks of a group get the same answer; groups do not. It costs one pass over these tensors and two
-    collectives of 16 bytes. To be called between steps.
+    collectives of 16 bytes, or three. To be called between steps.
     """
     trainer.optimizer.wait_for_parameters()
     placed = placements(trainer.model)

@@ -33,7 +33,10 @@ def unlike_models(one: Path, other: Path) -> str:
 
 
 def layouts(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The layouts in which a run did the steps of these rows, in words, such as "1 x 2 at steps 1 to 3; 2 x 1 at 4"."""
+    """The layouts in which a run did the steps of these rows, in words, such as "1 x 2 at steps 1 to 3; 2 x 1 at 4".
+
+    A layout is tensor x data, and in a pipeline x stages.
+    """
 
     def layout(row: Row) -> str:
         return " x ".join(f"{row[name]:.0f}" for name in LAYOUT if name in row) or "not known"

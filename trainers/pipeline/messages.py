@@ -47,8 +47,9 @@ class StageMessages:
         rank, after, before = self.pipeline.rank, self._after, self._before
         sent = [self._target(before, action) for action in orders[before] if not action.backward]
         given = [self._target(after, action) for action in orders[after] if action.backward]
-        self._inputs = _Inbox(self.pipeline, before, self._activations, self._links[before], sent, like)
-        self._incoming = _Inbox(self.pipeline, after, self._gradients, self._links[rank], given, like)
+        inputs, gradients = self._activations[self._links[before]], self._gradients[self._links[rank]]
+        self._inputs = _Inbox(self.pipeline, before, inputs, sent, like, backward=False)
+        self._incoming = _Inbox(self.pipeline, after, gradients, given, like, backward=True)
 
     def _target(self, rank: int, action: Action) -> tuple[int, int] | None:
         """(Micro-batch, chunk of the receiver) of what ``rank`` sends after ``action``; None if it sends nothing."""
@@ -74,7 +75,9 @@ class StageMessages:
 
     def _send(self, tensor: Tensor, to: int, stream: Stream) -> None:
         tensor = tensor.detach().contiguous()
-        while self._sent and self._sent[0][0].done():
+        # An evaluation has no backwards that hold an early stage back. So it waits if the next one falls far behind:
+        # further than any schedule lets it.
+        while self._sent and (len(self._sent) > 2 * self.pipeline.size or self._sent[0][0].done()):
             self._sent.popleft()[0].wait()
         self._sent.append((self.pipeline.send(tensor, to, stream=stream), tensor))
 
@@ -88,11 +91,10 @@ class _Inbox:
     """The messages of one kind from one rank, in the order in which it sends them: one receive is always ahead."""
 
     def __init__(
-        self, comm: Communicator, src: int, streams: Sequence[Stream], link: int,
-        sent: Iterable[tuple[int, int] | None], like: Callable[[int], Tensor],
+        self, comm: Communicator, src: int, stream: Stream, sent: Iterable[tuple[int, int] | None],
+        like: Callable[[int], Tensor], *, backward: bool,
     ) -> None:  # fmt: skip
-        self._comm, self._src, self._like = comm, src, like
-        self._stream = streams[link]
+        self._comm, self._src, self._stream, self._like, self._backward = comm, src, stream, like, backward
         self._coming = deque(one for one in sent if one is not None)
         self._begun: dict[tuple[int, int], tuple[Work, Tensor]] = {}
         self._begin()
@@ -101,7 +103,8 @@ class _Inbox:
         if self._coming:
             key = self._coming.popleft()
             tensor = self._like(key[0])
-            self._begun[key] = self._comm.recv(tensor, self._src, stream=self._stream), tensor
+            with self._comm.about(f"stage {self._comm.rank}, {Action(self._backward, *key)}"):
+                self._begun[key] = self._comm.recv(tensor, self._src, stream=self._stream), tensor
 
     def take(self, microbatch: int, chunk: int) -> Tensor:
         """Wait for a message, and begin the next one."""

@@ -66,6 +66,7 @@ class Schedule:
                 if self._messages is not None and received is not None:
                     assert received.grad is not None
                     self._messages.send_gradient(received.grad)
+                del received, result, gradient  # before the next forward needs memory
         if self._messages is not None:
             self._messages.finish()
 

@@ -12,6 +12,9 @@ from trainers.options import AtLeastOne, Layers, given, option, require
 
 from .layers import LayerConfig
 
+#: graphs that torch.compile makes of one model: it compiles each stretch of layers for itself
+COMPILED_CHUNKS = 8
+
 
 @dataclass(frozen=True)
 class StagesConfig(LayerConfig):
@@ -52,6 +55,8 @@ class StagesConfig(LayerConfig):
         named = given(self, "pipeline_model_parallel_size")
         require(stages <= layers, f"{named}: must be at most {given(self, 'num_layers')}: each stage needs a layer")
         each = self.num_layers_per_virtual_pipeline_stage
+        overlap = not self.overlap_p2p_communication or stages > 1
+        require(overlap, "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1")
         if each is None:
             return
         option = given(self, "num_layers_per_virtual_pipeline_stage")
@@ -59,6 +64,11 @@ class StagesConfig(LayerConfig):
         fits = [n for n in range(1, layers // stages + 1) if layers % (stages * n) == 0]
         valid = f"{', '.join(map(str, fits))} would" if fits else f"no number would, as {stages} stages do not either"
         require(each in fits, f"{option}: {stages} stages of such stretches do not divide {layers} layers; {valid}")
+        most = COMPILED_CHUNKS
+        require(
+            not self.compile or self.chunks <= most,
+            f"{option}: {self.chunks} stretches a stage; --compile takes at most {most}",
+        )
         replicas = ranks // self.model_parallel_size
         batch = self.global_batch_size or self.micro_batch_size * replicas
         microbatches = batch // (replicas * self.samples_at_once)
@@ -73,10 +83,10 @@ class StagesConfig(LayerConfig):
         """The shape of the model, for formulas."""
 
     def parts(self) -> list[ModelPart]:
-        """The layers of each stage: equal stretches if they interleave, else a cut by the cost of layers and logits."""
+        """The layers of each stage: stretches of the size that is asked for, or one, cut by the cost of all products."""
         stages, chunks = self.pipeline_model_parallel_size, self.chunks
         last = 0.0
-        if chunks == 1 and stages > 1:
+        if self.num_layers_per_virtual_pipeline_stage is None and stages > 1:
             last = cost.output_layers(self.cost_shape(), self.recompute_granularity or "none")
         cut = cost.cut_layers(self.num_layers, stages * chunks, last)
         return [ModelPart(self.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]

@@ -165,7 +165,7 @@ class GradientBuckets:
     run: every microbatch is one sample, and the sum over the samples of the global batch is taken in a binary tree with
         leaves of ``run`` samples (`SampleTree`). Needs ``reduce_in_fp32``. None: they are added one to the other.
     chunk_of: the number of a parameter's chunk, by its name. Chunks get their last gradients at different times.
-    tied: a weight that needs the gradient of another stage.
+    tied: a weight of which autograd does not have the whole gradient, or not in one sum.
 
     Parameters that require no gradient have no place in a bucket.
 
@@ -191,6 +191,8 @@ class GradientBuckets:
         self.named = dict(module.named_parameters())
         self.placements = placements(module)
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
+        if tied is not None:  # it is complete last, and no other bucket waits for it
+            trained.sort(key=lambda named: named[0] != tied.name)
 
         def layout(part: list[tuple[str, nn.Parameter]]) -> BucketLayout:
             counted = tied is None or tied.counted or part[0][0] != tied.name
