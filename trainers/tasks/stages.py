@@ -83,7 +83,7 @@ class StagesConfig(LayerConfig):
         """The shape of the model, for formulas."""
 
     def parts(self) -> list[ModelPart]:
-        """The layers of each stage: stretches of the size that is asked for, or one, cut by the cost of all products."""
+        """The layers of each stage: stretches of the size that is asked for, or one, cut by the cost of products."""
         stages, chunks = self.pipeline_model_parallel_size, self.chunks
         last = 0.0
         if self.num_layers_per_virtual_pipeline_stage is None and stages > 1:

@@ -8,7 +8,7 @@ from tests.support.small_models import S, made
 from tests.support.training.small_runs import parts
 from tplayers import Sampling, generate
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
+pytestmark = pytest.mark.mpi(min_size=2)
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 

@@ -10,7 +10,9 @@ from tests.support.small_models import KINDS
 from tests.support.training import small_runs
 from tplayers import placements
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
+pytestmark = pytest.mark.mpi(min_size=2)
+
+long, on_4 = pytest.mark.long, pytest.mark.sizes(2, 4)
 
 LAYOUTS = {2: [(1, 2)], 4: [(1, 4), (2, 2), (1, 2)]}
 
@@ -43,8 +45,14 @@ def assert_same(trainer, alone, step, expected):
             torch.testing.assert_close(gradient, placed[name].part(of_all[name]), msg=name, **close)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "zero1"),
+    [
+        pytest.param("gpt", True, marks=on_4),
+        *((kind, False) for kind in KINDS),
+        *(pytest.param(kind, True, marks=long) for kind in KINDS[1:]),
+    ],
+)
 def test_steps_are_those_of_one_rank(mpi_world, itself, kind, zero1):
     config = replace(small_runs.CONFIG, use_distributed_optimizer=zero1)
     with Communicator(mpi_world) as world:
@@ -60,8 +68,12 @@ def test_steps_are_those_of_one_rank(mpi_world, itself, kind, zero1):
                 trainer.close()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("count", "tied"),
+    [
+        (5, True), (2, False), *(pytest.param(count, tied, marks=long) for count in (3, 4, 8) for tied in (True, False))
+    ],
+)  # fmt: skip
 def test_interleaved_stages_with_any_number_of_microbatches(mpi_world, itself, tied, count):
     """8 samples on each replica, in as many micro-batches: also fewer than stages, in the order without chunks."""
     kind = {"micro": 1, "layers": 9, "untie_embeddings_and_output_weights": not tied, "recompute": "full"}
@@ -76,7 +88,7 @@ def test_interleaved_stages_with_any_number_of_microbatches(mpi_world, itself, t
         trainer.close()
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=long) for kind in ("llama", "bert"))])
 def test_the_same_bits_at_every_layout(mpi_world, itself, kind):
     """With canonical shards: losses, norms and parameters of a pipeline are those of one rank, to the last bit."""
     config = replace(small_runs.CONFIG, micro_batch_size=1, use_distributed_optimizer=True, clip_grad=1.0)
