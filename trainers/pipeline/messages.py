@@ -42,8 +42,12 @@ class StageMessages:
         )
         self._sent: deque[tuple[Work, Tensor]] = deque()
 
-    def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor]) -> None:
-        """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch."""
+    def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor], most: int | None = None) -> None:
+        """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch.
+
+        most: messages that may be on their way before a further send waits. None: the order bounds them.
+        """
+        self._most = most
         rank, after, before = self.pipeline.rank, self._after, self._before
         sent = [self._target(before, action) for action in orders[before] if not action.backward]
         given = [self._target(after, action) for action in orders[after] if action.backward]
@@ -75,9 +79,7 @@ class StageMessages:
 
     def _send(self, tensor: Tensor, to: int, stream: Stream) -> None:
         tensor = tensor.detach().contiguous()
-        # An evaluation has no backwards that hold an early stage back. So it waits if the next one falls far behind:
-        # further than any schedule lets it.
-        while self._sent and (len(self._sent) > 2 * self.pipeline.size or self._sent[0][0].done()):
+        while self._sent and (len(self._sent) == self._most or self._sent[0][0].done()):
             self._sent.popleft()[0].wait()
         self._sent.append((self.pipeline.send(tensor, to, stream=stream), tensor))
 

@@ -72,15 +72,19 @@ class Schedule:
 
     def evaluate(self, count: int, forward: Forward, like: Callable[[int], Tensor]) -> None:
         """The forward of ``count`` micro-batches, which may be none. The caller turns gradients off."""
-        orders = [forwards(self.pipeline.size, count, self.chunks)] * self.pipeline.size
-        self._begin(orders, count, like)
+        size = self.pipeline.size
+        orders = [forwards(size, count, self.chunks)] * size
+        # No backward holds an early stage back. Interleaving needs fewer than 2 p messages on their way.
+        self._begin(orders, count, like, most=2 * size)
         for action in orders[self.pipeline.rank]:
             with self._about(action):
                 self._forward(action.microbatch, action.chunk, forward)
         if self._messages is not None:
             self._messages.finish()
 
-    def _begin(self, orders: list[list[Action]], count: int, like: Callable[[int], Tensor]) -> None:
+    def _begin(
+        self, orders: list[list[Action]], count: int, like: Callable[[int], Tensor], most: int | None = None
+    ) -> None:
         if self._messages is None:
             return
         counts = torch.tensor([count, -count], dtype=torch.int64, device="cpu")
@@ -89,7 +93,7 @@ class Schedule:
         if most != least:
             said = f"this stage has {count} micro-batches; the stages have from {least} to {most}"
             raise CollectiveError(f"a pipeline's stages need the same number of micro-batches: {said}")
-        self._messages.begin(orders, like)
+        self._messages.begin(orders, like, most)
 
     def _forward(self, number: int, chunk: int, forward: Forward) -> tuple[Tensor | None, Tensor]:
         """(The activations that came, the result) of a chunk for a micro-batch."""

@@ -9,6 +9,7 @@ from commengine import CollectiveError, Communicator, ProcessGrid
 from tests.support.small_models import KINDS
 from tests.support.training import small_runs
 from tplayers import placements
+from trainers.run.evaluation import evaluate
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -116,3 +117,30 @@ def test_stages_with_different_numbers_of_microbatches_are_an_error_on_all(mpi_w
         trainer = small_runs.trainer("gpt", grid, micro=2 if world.rank else 4)
         with pytest.raises(CollectiveError, match=r"need the same number of micro-batches: .* from 2 to 4"):
             trainer.step()
+
+
+class Finite(small_runs.Batches):
+    """Three global batches of 8 samples."""
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_evaluation_has_the_losses_of_one_rank(mpi_world, itself, chunks, kind):
+    with Communicator(mpi_world) as world:
+        grid = ProcessGrid(world, pipeline=2)
+        trainer = small_runs.trainer(kind, grid, chunks=chunks, layers=8)
+        alone = small_runs.alone(itself, kind, layers=8)
+        found, expected = (
+            evaluate(
+                one.model, one.objective, Finite(kind, one.grid.data, micro=1), one.grid.data, iterations=2,
+                schedule=schedule,
+            )
+            for one, schedule in ((trainer, trainer.schedule), (alone, None))
+        )  # fmt: skip
+        for name, mean in expected.items():
+            assert found[name].loss == pytest.approx(mean.loss, rel=1e-10)
+            assert found[name].items == mean.items
+        trainer.close()
