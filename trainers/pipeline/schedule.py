@@ -107,9 +107,17 @@ class Schedule:
             self._messages.send_activations(result)
         return received, result
 
-    def stage(self, model: Any, at: StageInput | None) -> Any:
-        """``model`` as an objective calls it: with a place in a part it is a `StageModel`."""
-        return model if at is None or self.part is None else StageModel(model, self.part, at)
+    def call(self, model: Any, at: StageInput | None, use: Callable[[Any], Tensor]) -> Tensor:
+        """``use(model)``, such as a loss, or the activations of a chunk that has no output layer.
+
+        at: where in this rank's part a pass begins; ``use`` calls its model as one calls the whole model.
+        """
+        if at is None or self.part is None:
+            return use(model)
+        try:
+            return use(_StageModel(model, self.part, at))
+        except _Passed as passed:
+            return passed.activations
 
     def _ends(self, chunk: int) -> bool:
         return self.part is None or self.part.ends(StageInput(chunk))
@@ -124,18 +132,18 @@ def activations_like(model: Any, microbatches: Sequence[Any]) -> Callable[[int],
     return lambda number: model.activations(microbatches[number].tokens)
 
 
-class Passed(Exception):
-    """Ends an objective's call where the model's output is not a result but the input of the next chunk."""
+class _Passed(Exception):
+    """Ends a call of `Schedule.call` where the model's output is not a result but the input of the next chunk."""
 
     def __init__(self, activations: Tensor) -> None:
         super().__init__("the activations of a chunk")
         self.activations = activations
 
 
-class StageModel:
-    """A model as an objective calls it in one chunk of a stage: it takes the chunk's input by itself.
+class _StageModel:
+    """A model in one chunk of a stage: a call takes the chunk's input by itself.
 
-    Where the chunk has no output layer, a call raises `Passed`, because there are no losses.
+    Where the chunk has no output layer, a call raises `_Passed`, because there are no losses.
     """
 
     def __init__(self, model: Any, part: ModelPart, at: StageInput) -> None:
@@ -150,4 +158,4 @@ class StageModel:
 
 
 def _pass(activations: Tensor) -> NoReturn:
-    raise Passed(activations)
+    raise _Passed(activations)

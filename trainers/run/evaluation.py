@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, UsageError
 from tplayers import StageInput
-from trainers.pipeline.schedule import Passed, Schedule, activations_like
+from trainers.pipeline.schedule import Schedule, activations_like
 from trainers.training.interfaces import FiniteBatchSource, Objective
 
 
@@ -121,18 +121,18 @@ def _add_losses(
 ) -> None:
     """Add the losses of ``batches`` to ``sums`` [terms], on the stage that has them."""
 
-    def forward(number: int, at: StageInput | None) -> Tensor:
-        called = model if schedule is None else schedule.stage(model, at)
-        try:
-            losses = objective(called, batches[number].to(sums.device), None)
-        except Passed as passed:
-            return passed.activations
+    def add(model: Any, number: int) -> Tensor:
+        losses = objective(model, batches[number].to(sums.device), None)
         for total, of_term in zip(sums, losses, strict=True):
             total += of_term.sum(dtype=torch.float64)
         return sums
 
     if schedule is None:
         for number in range(len(batches)):
-            forward(number, None)
-    else:
-        schedule.evaluate(len(batches), forward, activations_like(model, batches))
+            add(model, number)
+        return
+
+    def forward(number: int, at: StageInput | None) -> Tensor:
+        return schedule.call(model, at, lambda model: add(model, number))
+
+    schedule.evaluate(len(batches), forward, activations_like(model, batches))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
-from tplayers import BERT, BERTConfig, ModelPart, Randomness, StageInput
+from tplayers import BERT, BERTConfig, ModelPart, Randomness
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from tplayers.models.config import NORM_PLACEMENTS
@@ -24,7 +24,6 @@ from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
 from trainers.options import OPEN_FRACTION, Length, Share, given, option, require
-from trainers.pipeline.schedule import Passed
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.task import Remarks
@@ -241,16 +240,12 @@ class BERTTask(TransformerTask[BERTTrainConfig]):
         """What `predict` finds at ``positions``: int64 [1, K] on all ranks."""
         schedule, found = self.trainer.schedule, torch.zeros_like(positions)
 
-        def forward(_: int, at: StageInput | None) -> Tensor:
-            try:
-                best, _order = predict(schedule.stage(model, at), tokens, types, lengths, positions)
-            except Passed as passed:
-                return passed.activations
-            return found.copy_(best)
+        def best(model: BERT) -> Tensor:
+            return found.copy_(predict(model, tokens, types, lengths, positions)[0])
 
         model.eval()
         with torch.no_grad():
-            schedule.evaluate(1, forward, lambda _: model.activations(tokens))
+            schedule.evaluate(1, lambda _, at: schedule.call(model, at, best), lambda _: model.activations(tokens))
         model.train()
         schedule.pipeline.broadcast(found, schedule.pipeline.size - 1)
         return found

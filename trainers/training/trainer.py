@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from commengine import ProcessGrid, UsageError
 from tplayers import ModelPart, Randomness, StageInput, placements
 from trainers.config import TrainConfig, bucket_size, overlapped
-from trainers.pipeline.schedule import Passed, Schedule, activations_like
+from trainers.pipeline.schedule import Schedule, activations_like
 
 from .clipping import clip, exact_gradient_norm, gradient_norm
 from .interfaces import BatchSource, Microbatch, Objective
@@ -155,14 +155,15 @@ class Trainer:
             batch = microbatches[number]
             device = self.grid.world.device
             randomness = Randomness(self.config.seed, self.iteration, batch.numbers, device=device)
-            try:
-                terms = self.objective(self.schedule.stage(self.forward, at), batch.to(device), randomness)
-            except Passed as passed:
-                return passed.activations
-            means = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
-            shares.append(torch.stack([mean.detach().double() for mean in means]))
-            loss = means[0] if len(means) == 1 else torch.stack(means).sum()
-            return loss if self.scaler is None else loss * self.scaler.scale
+
+            def loss(model: Any) -> Tensor:
+                terms = self.objective(model, batch.to(device), randomness)
+                means = [losses.sum() / max(count, 1) for losses, count in zip(terms, counts, strict=True)]
+                shares.append(torch.stack([mean.detach().double() for mean in means]))
+                total = means[0] if len(means) == 1 else torch.stack(means).sum()
+                return total if self.scaler is None else total * self.scaler.scale
+
+            return self.schedule.call(self.forward, at, loss)
 
         like = activations_like(self.model, microbatches)
         self.schedule.run(len(microbatches), forward, like, self.gradients.last_microbatch)
