@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commengine import CollectiveError, Decomposition
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 7)), min_size=1, max_size=3))
 def test_even_blocks_are_those_of_array_split(axes):
     shape, grid = [n for n, _ in axes], [p for _, p in axes]

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tplayers.fields.geometry import Scaled, Sliding, Transposed, output_bounds, read_spans
@@ -35,6 +35,7 @@ def centre(rule, output):
     return (output + Fraction(1, 2)) / rule.scale - Fraction(1, 2)
 
 
+@settings(deadline=None)
 @given(st.one_of(SLIDING, TRANSPOSED, SCALED), SIZES)
 def test_an_output_belongs_to_the_rank_of_its_centre(rule, sizes):
     outputs = rule.outputs(sum(sizes))
@@ -45,6 +46,7 @@ def test_an_output_belongs_to_the_rank_of_its_centre(rule, sizes):
     assert owners == [owner(sizes, centre(rule, output)) for output in range(outputs)]
 
 
+@settings(deadline=None)
 @given(SLIDING, st.integers(1, 12), st.data())
 def test_a_sliding_rule_reads_as_torchs_convolution(rule, points, data):
     assume(points + rule.before + rule.after > rule.reach)
@@ -58,6 +60,7 @@ def test_a_sliding_rule_reads_as_torchs_convolution(rule, points, data):
     assert torch.equal(padded[high + rule.before - rule.reach - 1 : high + rule.before], reads[stop - 1])
 
 
+@settings(deadline=None)
 @given(TRANSPOSED, st.integers(1, 8), st.data())
 def test_a_transposed_rule_reads_all_inputs_of_its_outputs_and_says_where_they_are(rule, points, data):
     assume(rule.output_padding < max(rule.stride, rule.dilation))
@@ -80,6 +83,7 @@ def test_a_transposed_rule_reads_all_inputs_of_its_outputs_and_says_where_they_a
     assert low * rule.stride - rule.padding + skip == start
 
 
+@settings(deadline=None)
 @given(SCALED, st.integers(1, 8), st.data())
 def test_a_scaled_rule_reads_the_inputs_next_to_its_centres(rule, points, data):
     outputs = rule.outputs(points)

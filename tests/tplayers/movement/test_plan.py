@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commengine import Decomposition
@@ -61,6 +61,7 @@ def cases(draw):
     return Decomposition(tuple(blocks)), widths, paddings
 
 
+@settings(deadline=None)
 @given(cases())
 def test_halos_are_those_of_the_padded_field(case):
     source, widths, paddings = case
@@ -80,6 +81,7 @@ def test_halos_are_those_of_the_padded_field(case):
         assert torch.equal(made, padded[(..., *spans)])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_ranges(data):
     """Ranges that are smaller than the blocks, or lie elsewhere: as strided convolutions and poolings ask for them."""
@@ -96,6 +98,7 @@ def test_any_ranges(data):
         assert torch.equal(made, padded[start + 10 : stop + 10])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_repartition(data):
     shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))

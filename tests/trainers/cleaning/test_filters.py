@@ -38,6 +38,7 @@ def test_mending_is_ftfys(pieces):
     assert FixText().fixed(text) == ftfy.fix_text(text)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(max_codepoint=127), max_size=200))
 def test_mending_ascii_is_ftfys(text):
     assert FixText().fixed(text) == ftfy.fix_text(text)

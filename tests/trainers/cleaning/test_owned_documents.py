@@ -5,7 +5,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainers.cleaning.owned_documents import SpillFile, chunks, row_line
@@ -31,6 +31,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         SpillFile(tmp_path / "none")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20)), st.integers(1, 30))
 def test_runs_keep_to_their_limit(sizes, limit):
     runs = list(chunks(np.array(sizes, np.int64), limit))
