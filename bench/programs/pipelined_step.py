@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bench.programs.pipeline_task import PipelineTask
-from bench.timing.slow_link import slow_down
 from commengine import Communicator, ProcessGrid
 from trainers.tasks.gpt import GPTTrainConfig, NextToken, TokenMicrobatch
 from trainers.training.trainer import Trainer
@@ -38,16 +37,13 @@ class PipelineBatches:
 
 @contextmanager
 def contestant_on(world: Communicator, task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
-    """The step of a `PipelineTask`. way: "threads" for messages on threads, and bytes per second of a slow link."""
-    threads, _, rate = way.partition("/")
+    """The step of a `PipelineTask`. way: "threads" for messages on threads."""
     given = PipelineTask(**task)
     config = GPTTrainConfig(
         lr=given.lr, min_lr=0.0, lr_decay_style="constant", mock_data=True, micro_batch_size=given.micro_batch_size,
-        overlap_p2p_communication=threads == "threads",
+        overlap_p2p_communication=way == "threads",
     )  # fmt: skip
     grid = ProcessGrid(world, pipeline=world.size)
     model = given.model(grid.tensor, grid.pipeline.rank, grid.pipeline.size)
     with closing(Trainer(config, grid, model, NextToken(), PipelineBatches(given))) as trainer:
-        if rate:
-            slow_down(grid.pipeline, float(rate))
-        yield lambda: trainer.step().loss, f"{trainer.schedule.name}, messages {threads or 'without threads'}"
+        yield lambda: trainer.step().loss, f"{trainer.schedule.name}, messages {way or 'without threads'}"

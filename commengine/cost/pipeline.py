@@ -52,14 +52,9 @@ def stages(shape: TransformerShape, count: int, chunks: int = 1, recompute: str 
     """
     if shape.layers % (count * chunks) and chunks > 1:
         raise ValueError(f"{shape.layers} layers are no {chunks} equal chunks on each of {count} stages")
-    layers = [shape.layers // (count * chunks)] * count
-    if chunks == 1:
-        layers = [len(one) for one in cut_layers(shape.layers, count, output_layers(shape, recompute))]
-    last = count * chunks - 1
-    return [
-        [StageShape(here, at == 0, at == last) for at in range(rank, count * chunks, count)]
-        for rank, here in enumerate(layers)
-    ]
+    cut = cut_layers(shape.layers, count * chunks, output_layers(shape, recompute) if chunks == 1 else 0.0)
+    found = [StageShape(len(layers), at == 0, layers.stop == shape.layers) for at, layers in enumerate(cut)]
+    return [found[rank::count] for rank in range(count)]
 
 
 def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 1) -> float:

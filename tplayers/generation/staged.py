@@ -23,7 +23,6 @@ class StagedModel:
     def hidden_states(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """As `tplayers.Transformer.hidden_states`, on the last stage. Elsewhere a tensor of the same shape."""
         part, rank, size = self.model.part, self.pipeline.rank, self.pipeline.size
-        x = self.model.activations(tokens)
         for chunk, numbers in enumerate(part.chunks):
             received = None
             if numbers.start:

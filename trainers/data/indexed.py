@@ -23,7 +23,12 @@ VERSION = 1
 #: the types of token ids, by their code in the format
 # Codes 6 and 7 are float64 and float32. They are legal in the format but never token ids, and GPT-NeoX swaps them.
 DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = struct.Struct("<9sQBQQ")

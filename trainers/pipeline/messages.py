@@ -40,7 +40,7 @@ class StageMessages:
         self._activations, self._gradients = (
             [pipeline.new_stream(threaded=queued) for _ in range(count)] for _ in ("activations", "gradients")
         )
-        self._sent: deque[tuple[Work, Tensor]] = deque()
+        self._sent: deque[Work] = deque()  # each keeps its tensor
 
     def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor], most: int | None = None) -> None:
         """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch.
@@ -79,14 +79,14 @@ class StageMessages:
 
     def _send(self, tensor: Tensor, to: int, stream: Stream) -> None:
         tensor = tensor.detach().contiguous()
-        while self._sent and (len(self._sent) == self._most or self._sent[0][0].done()):
-            self._sent.popleft()[0].wait()
-        self._sent.append((self.pipeline.send(tensor, to, stream=stream), tensor))
+        while self._sent and (len(self._sent) == self._most or self._sent[0].done()):
+            self._sent.popleft().wait()
+        self._sent.append(self.pipeline.send(tensor, to, stream=stream))
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._sent.popleft().wait()
 
 
 class _Inbox:

@@ -132,8 +132,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
 
 def _stages(config: TransformerTrainConfig) -> list[StageShape]:
     """The layers of each rank of the pipeline, all its chunks together."""
-    parts = config.parts()
-    return [StageShape(len(part.numbers), part.first, part.last) for part in parts]
+    return [StageShape(len(part.numbers), part.first, part.last) for part in config.parts()]
 
 
 def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, float]:

@@ -55,26 +55,27 @@ class StagesConfig(LayerConfig):
         named = given(self, "pipeline_model_parallel_size")
         require(stages <= layers, f"{named}: must be at most {given(self, 'num_layers')}: each stage needs a layer")
         each = self.num_layers_per_virtual_pipeline_stage
-        overlap = not self.overlap_p2p_communication or stages > 1
-        require(overlap, "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1")
+        require(
+            not self.overlap_p2p_communication or stages > 1,
+            "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1",
+        )
         if each is None:
             return
-        option = given(self, "num_layers_per_virtual_pipeline_stage")
-        require(stages > 1, f"{option}: needs a --pipeline-model-parallel-size above 1")
+        named = given(self, "num_layers_per_virtual_pipeline_stage")
+        require(stages > 1, f"{named}: needs a --pipeline-model-parallel-size above 1")
         fits = [n for n in range(1, layers // stages + 1) if layers % (stages * n) == 0]
         valid = f"{', '.join(map(str, fits))} would" if fits else f"no number would, as {stages} stages do not either"
-        require(each in fits, f"{option}: {stages} stages of such stretches do not divide {layers} layers; {valid}")
-        most = COMPILED_CHUNKS
+        require(each in fits, f"{named}: {stages} stages of such stretches do not divide {layers} layers; {valid}")
         require(
-            not self.compile or self.chunks <= most,
-            f"{option}: {self.chunks} stretches a stage; --compile takes at most {most}",
+            not self.compile or self.chunks <= COMPILED_CHUNKS,
+            f"{named}: {self.chunks} stretches a stage; --compile takes at most {COMPILED_CHUNKS}",
         )
         replicas = ranks // self.model_parallel_size
         batch = self.global_batch_size or self.micro_batch_size * replicas
         microbatches = batch // (replicas * self.samples_at_once)
         require(
             self.chunks == 1 or microbatches >= stages,
-            f"{option}: needs a micro-batch for each of the {stages} stages, and a step has {microbatches}: "
+            f"{named}: needs a micro-batch for each of the {stages} stages, and a step has {microbatches}: "
             f"--global-batch-size {stages * replicas * self.samples_at_once} would do",
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
-from tplayers import ModelPart, Randomness, StageInput, placements
+from tplayers import ModelPart, Randomness, StageInput, whole_placements
 from trainers.config import TrainConfig, bucket_size, overlapped
 from trainers.pipeline.schedule import Schedule, activations_like
 
@@ -210,15 +210,8 @@ class Trainer:
             self.scaler = self.scaler.from_json(loss_scaler)
 
     def parameters(self) -> int:
-        """The number of parameters of the whole model. Collective over the pipeline group."""
-        mine = sum(
-            math.prod(placement.shape)
-            for name, placement in placements(self.model).items()
-            if self.tied is None or self.tied.counted or name != self.tied.name
-        )
-        whole = torch.tensor([mine], dtype=torch.int64, device="cpu")
-        self.grid.pipeline.all_reduce(whole)
-        return int(whole)
+        """The number of parameters of the whole model."""
+        return sum(math.prod(placement.shape) for placement in whole_placements(self.model).values())
 
     def close(self) -> None:
         """Free the hooks and the grid."""
