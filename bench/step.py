@@ -26,6 +26,7 @@ from bench.command.parser import new_parser
 from bench.command.start import progress, run_on_ranks
 from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.recorder import TracedConfig
+from bench.step_study.stages import stage_rows, stage_table
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from bench.traces import formats
 from commengine import Communicator
@@ -80,7 +81,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = recorder.from_json(options)
     with watched(config, world) as comm:
-        data = world.size // config.tensor_model_parallel_size
+        data = world.size // config.model_parallel_size
         config = replace(config, ddp_bucket_size=bucket_size(config.ddp_bucket_size, comm.device, data))
         options |= recorder.to_json(config)  # the formulas need the size that the trainer's device decides on
         trainer = recorder.open_trainer(config, comm)
@@ -107,6 +108,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
     config, ranks = recorder.from_json(options), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
+    stages = stage_rows(config, ranks)
     compared = compare(config, ranks)
     wrong = [(rank, number) for rank, number, found in compared if not all(row["equal"] for row in found)]
     title = describe(config, len(ranks))
@@ -123,6 +125,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
         f"- {title}",
         f"- medians of {options['steps']} steps after {options['warmup']}; {clocks}",
         *step_tables.summary_lines(sums), "", *step_tables.phase_table(phases),
+        *(["", "## Stages", "", *stage_table(stages)] if stages else []),
         "", "## By group", "", *(step_tables.group_table(rows) if rows else ["One rank communicates nothing."]),
         *(["", "## By part of the step", "", *step_tables.table(rows)] if rows else []),
         "", f"## Formulas: {verdict}", "", *step_tables.volume_table(table_of), "", volumes.SOURCES,
@@ -130,7 +133,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
     result = surroundings | {
         "format": FORMAT, "kind": "step", "ranks": len(ranks), **recorder.to_json(config),
         "clock_uncertainty": traced.uncertainty, "median_step": shown, "seconds": sums, "phases": phases,
-        "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
+        "stages": stages, "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
     }  # fmt: skip
     text = "\n".join([*heading("Traced training step", surroundings), *lines, ""])
     publish(text, result, output=options["output"], json_file=options["json"])
@@ -145,19 +148,23 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
 def describe(config: TracedConfig, ranks: int) -> str:
     """The model, and how it is spread over the ranks, in one line."""
     tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
+    stages = config.pipeline_model_parallel_size
+    split = {"tensor": tensor, "data": ranks // (tensor * stages), "pipeline": stages}
     bert = config if isinstance(config, BERTTrainConfig) else None
     options = {
         "post-LN": bert is not None and bert.norm_placement == "post",
         "masked tokens alone": bert is not None and bert.bert_no_binary_head,
         "sequence-parallel": config.sequence_parallel,
         f"recompute {recompute}": recompute not in (None, "none"),
+        f"{config.chunks} stretches of layers a stage": config.chunks > 1,
         "distributed optimizer": config.use_distributed_optimizer,
     }
     return ", ".join([
         f"{config.task.upper()} of {config.num_layers} layers", f"hidden {config.hidden_size}",
         f"sequence {config.seq_length}",
         f"micro-batch {config.micro_batch_size}", "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
-        f"tensor {tensor} x data {ranks // tensor}", *(name for name, chosen in options.items() if chosen),
+        " x ".join(f"{axis} {size}" for axis, size in split.items() if axis != "pipeline" or size > 1),
+        *(name for name, chosen in options.items() if chosen),
     ])  # fmt: skip
 
 

@@ -1,14 +1,17 @@
 """Predict training on a cluster that this machine emulates, then train there, and compare.
 
     python -m bench.contest emulator --seed 2 --folder runs/emulator-2 --output emulator.md
+    python -m bench.contest emulator --runs pipelines --output pipelines.md
 
 A seed draws the cluster: its devices, links, skew and noise. Jobs of 8 to 64 ranks measure it as a user measures a real
 one: collectives, kernels, and a step of one rank. The fits of bench.study and bench.predict get these measurements and
-nothing else. The predictions of twelve layouts are in predictions.json of the folder before the first of them trains.
+nothing else. The predictions of all runs are in predictions.json of the folder before the first of them trains: twelve
+layouts, or with --runs pipelines tensor groups across a slow link beside stages on both sides of it, and the bubbles
+of schedules.
 Ranks add up the time that they would compute, and a network process carries the messages of their collectives, so the
 time is a number, two cores are enough, and a second run finds the same times.
 
-Each result is a file of the folder. A run that was stopped goes on where it stopped. 64 ranks need 16 GB of memory.
+Each result is a file of the folder. A contest that was stopped goes on where it stopped. 64 ranks need 16 GB of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 from bench.command.files import replace_json
 from bench.contest.parts.base import Case, Contest
 from bench.contest.parts.jobs import failed
-from bench.emulator.layouts import NODES, RANKS_PER_NODE, RUNS, LayoutRun, part_of, settings
+from bench.emulator.layouts import ACROSS, INSIDE, NODES, RANKS_PER_NODE, RUNS, LayoutRun, part_of, settings
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.predicting import arguments, predict, write_cluster
 from commengine import UsageError
@@ -45,23 +48,26 @@ class EmulatorContest(Contest):
     rounds = 0
 
     def add_options(self, add: Callable[..., Any]) -> None:
-        """The cluster and the folder."""
+        """The runs, the cluster and the folder."""
+        add("--runs", choices=tuple(RUNS), default="layouts", help="which runs (default: %(default)s)")
         add("--seed", type=int, valid=SEED, default=1, help="draws the cluster")
-        add("--folder", type=Path, default=None, metavar="FOLDER", help="of all results (default: runs/emulator-SEED)")
+        add("--folder", type=Path, default=None, metavar="FOLDER",
+            help="of all results (default: runs/emulator-RUNS-SEED)")  # fmt: skip
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:
         """Measure, predict and train, as far as the folder does not hold the results."""
-        folder = given.folder = given.folder or Path("runs", f"emulator-{given.seed}")
+        runs = RUNS[given.runs]
+        folder = given.folder = given.folder or Path("runs", f"emulator-{given.runs}-{given.seed}")
         folder.mkdir(parents=True, exist_ok=True)
         drawn = EmulatedMachine.drawn(given.seed, NODES, RANKS_PER_NODE)
         _same_machine(folder / "machine.json", drawn)
         predictions = folder / "predictions.json"
         if not predictions.exists():
-            replace_json(predictions, predict_all(folder, drawn))
+            replace_json(predictions, predict_all(folder, drawn, runs))
         predicted = read_json(predictions)
-        train_all(folder, drawn)
-        steps = {run.name: read_json(_trained(folder, run)) for run in RUNS}
-        return [compared(predicted, steps, drawn)]
+        train_all(folder, drawn, runs)
+        steps = {run.name: read_json(_trained(folder, run)) for run in runs}
+        return [compared(predicted, steps, drawn, runs)]
 
     def notes(self, given: Any, cases: Sequence[Case]) -> list[str]:
         """What came first, and the errors."""
@@ -71,7 +77,12 @@ class EmulatorContest(Contest):
             f"- the last prediction was written at {told['predicted']}, and the first run was measured at "
             f"{told['measured']}",
             f"- mean error {100 * statistics.fmean(map(abs, wrong)):.1f}%, largest {100 * max(wrong, key=abs):+.1f}%",
-        ]
+            *(
+                [f"- {ACROSS}, over {INSIDE}: predicted {told['across over inside'][0]:.2f} times as long, measured "
+                 f"{told['across over inside'][1]:.2f}"]
+                if told["across over inside"] else []
+            ),
+        ]  # fmt: skip
 
     def below(self, given: Any, cases: Sequence[Case]) -> list[str]:
         """The machine."""
@@ -79,12 +90,14 @@ class EmulatorContest(Contest):
         return ["The machine as it was drawn; neither the measurements nor the predictions read it:", "", *found]
 
 
-def compared(predictions: Mapping[str, Any], steps: Mapping[str, Any], machine: EmulatedMachine) -> Case:
-    """The case of all runs. predictions, steps: by the names of the runs; "seconds" and "date" of each."""
+def compared(
+    predictions: Mapping[str, Any], steps: Mapping[str, Any], machine: EmulatedMachine, runs: Sequence[LayoutRun]
+) -> Case:
+    """The case of these runs. predictions, steps: by the names of the runs; "seconds" and "date" of each."""
     case = Case(numbers={"machine": asdict(machine), "relative errors": []})
-    case.numbers["predicted"] = max(predictions[run.name]["date"] for run in RUNS)
+    case.numbers["predicted"] = max(predictions[run.name]["date"] for run in runs)
     case.numbers["measured"] = min(step["date"] for step in steps.values())
-    for run in RUNS:
+    for run in runs:
         predicted, inside = predictions[run.name]["seconds"], run.ranks <= machine.ranks_per_node
         measured = steps[run.name]["seconds"]
         wrong = predicted / measured - 1
@@ -94,26 +107,36 @@ def compared(predictions: Mapping[str, Any], steps: Mapping[str, Any], machine: 
             "predicted, ms": f"{1e3 * predicted:.1f}", "measured, ms": f"{1e3 * measured:.1f}",
             "error": f"{100 * wrong:+.1f}%",
         }  # fmt: skip
+        if run.stages > 1:
+            case.facts[run.name] |= {"a stage waits": _waits(steps[run.name]), "by formula": f"{run.bubble:.1%}"}
+    case.numbers["across over inside"] = [
+        found[ACROSS]["seconds"] / found[INSIDE]["seconds"] for found in (predictions, steps) if ACROSS in found
+    ]
     return case
 
 
-def predict_all(folder: Path, drawn: EmulatedMachine) -> dict[str, Any]:
-    """Measure the cluster, and predict all runs from that. Raises UsageError if one of them was trained already."""
-    early = [run.name for run in RUNS if _trained(folder, run).exists()]
+def _waits(step: Mapping[str, Any]) -> str:
+    """The share of a pass in which a stage waits: the mean over all ranks, and the median over the steps."""
+    return f"{statistics.median(statistics.fmean(one['waits']) for one in step['steps']):.1%}"
+
+
+def predict_all(folder: Path, drawn: EmulatedMachine, runs: Sequence[LayoutRun]) -> dict[str, Any]:
+    """Measure the cluster, and predict these runs from that. Raises UsageError if one of them was trained already."""
+    early = [run.name for run in runs if _trained(folder, run).exists()]
     if early:
         names = "; ".join(early)
         raise UsageError(f"--folder {folder}: these runs have no predictions: {names}; give another folder")
     clusters = {}
-    for place in sorted({run.measured for run in RUNS}, key=lambda one: (one[1], one[0])):
+    for place in sorted({run.measured for run in runs}, key=lambda one: (one[1], one[0])):
         network, ranks = place
         name = f"{network.replace(' ', '-')}-{ranks}"
         path = folder / f"{name}-measured.json"
-        tensors = sorted({run.tensor for run in RUNS if run.measured == place})
+        tensors = sorted({run.tensor for run in runs if run.measured == place})
         if not path.exists():
             _job(folder, name, part_of(drawn, network, ranks), {"measure": str(path), "tensor": tensors})
         clusters[place] = write_cluster(folder, name, read_json(path), settings(), RANKS_PER_NODE)
     found = {}
-    for run in RUNS:
+    for run in runs:
         cluster = clusters[run.measured]
         seconds = predict(cluster, run, folder / f"{run.file}-predicted.json")
         command = shlex.join(["python", "-m", "bench.predict", *arguments(cluster, run)])
@@ -122,10 +145,10 @@ def predict_all(folder: Path, drawn: EmulatedMachine) -> dict[str, Any]:
     return found
 
 
-def train_all(folder: Path, drawn: EmulatedMachine) -> None:
-    """Train the runs that have no result yet."""
-    for network, ranks in sorted({(run.network, run.ranks) for run in RUNS}, key=lambda one: (one[1], one[0])):
-        mine = [run for run in RUNS if (run.network, run.ranks) == (network, ranks)]
+def train_all(folder: Path, drawn: EmulatedMachine, runs: Sequence[LayoutRun]) -> None:
+    """Train those of these runs that have no result yet."""
+    for network, ranks in sorted({(run.network, run.ranks) for run in runs}, key=lambda one: (one[1], one[0])):
+        mine = [run for run in runs if (run.network, run.ranks) == (network, ranks)]
         left = {run.name: str(_trained(folder, run)) for run in mine if not _trained(folder, run).exists()}
         if left:
             _job(folder, f"{network.replace(' ', '-')}-{ranks}", part_of(drawn, network, ranks), {"train": left})

@@ -13,6 +13,7 @@ bench.study --only fit fits them.
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import statistics
 import sys
@@ -20,7 +21,6 @@ import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,15 @@ def main(world: Communicator) -> None:
         with cluster(world, machine, seed=1) as rank:
             found = everything(world, rank, task["tensor"], settings())
         _write(world, Path(task["measure"]), found)
-    for run in RUNS:
+    for run in itertools.chain(*RUNS.values()):
         if run.name in task.get("train", {}):
             with cluster(world, machine, seed=2) as rank:
-                seconds = run_steps(world, rank, run.config(), WARMUP, STEPS)
-            _write(world, Path(task["train"][run.name]), {"seconds": statistics.median(seconds), "steps": seconds})
+                steps = run_steps(world, rank, run.config(), WARMUP, STEPS)
+            found = {
+                "seconds": statistics.median(step.seconds for step in steps),
+                "steps": [asdict(one) for one in steps],
+            }
+            _write(world, Path(task["train"][run.name]), found)
 
 
 def _write(world: Communicator, path: Path, found: dict[str, Any]) -> None:
@@ -72,7 +76,7 @@ def everything(world: Communicator, rank: EmulatedRank, tensors: Sequence[int], 
     with rank.device:
         mine = measure_rates(partial(kernel_seconds, rank))
     with Communicator(load_mpi().COMM_SELF, device="cpu") as alone:
-        seconds = statistics.median(run_steps(alone, rank, step, WARMUP, STEPS))
+        seconds = statistics.median(one.seconds for one in run_steps(alone, rank, step, WARMUP, STEPS))
     every = world.mpi.allgather(asdict(mine))
     slowest = min(range(world.size), key=lambda one: (every[one]["products"], one))
     return {
@@ -95,7 +99,7 @@ def collectives(world: Communicator, rank: EmulatedRank, tensor: int) -> list[di
                 continue
             with emulated(rank, group):
                 found = []
-                for operation, size in product(OPERATIONS, SIZES):
+                for operation, size in itertools.product(OPERATIONS, SIZES):
                     run = _call(group, operation, size)
                     found.append((operation, size, [_timed(world, rank, run) for _ in range(ROUNDS)]))
             rows += [_row(world, name, group.size, *one) for one in found]

@@ -1,4 +1,4 @@
-"""The twelve training runs that are predicted and then measured, on 8 to 64 ranks of a drawn cluster."""
+"""The training runs that are predicted and then measured on a drawn cluster: twelve layouts, and pipelines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.emulator.machine import EmulatedMachine
+from commengine import cost
 from trainers.tasks.gpt import GPTTrainConfig
 
 NODES, RANKS_PER_NODE = 8, 8
@@ -36,6 +37,20 @@ class LayoutRun:
         return int(self.options.get("tensor_model_parallel_size", 1))
 
     @property
+    def stages(self) -> int:
+        """The stages of its pipeline."""
+        return int(self.options.get("pipeline_model_parallel_size", 1))
+
+    @property
+    def bubble(self) -> float:
+        """The share of a pass in which a stage waits by the formula, if all stages have the same work."""
+        config = self.config()
+        replicas = self.ranks // (self.tensor * self.stages)
+        microbatches = (config.global_batch_size or 0) // (config.micro_batch_size * replicas)
+        ratio = cost.bubble(self.stages, microbatches, config.chunks)
+        return ratio / (1 + ratio)
+
+    @property
     def file(self) -> str:
         """The beginning of the names of its files."""
         return re.sub("[^a-z0-9]+", "-", self.name.lower())
@@ -46,8 +61,8 @@ class LayoutRun:
         return self.network, min(self.ranks, LARGEST_MEASURED)
 
     def config(self) -> GPTTrainConfig:
-        """The settings of the run."""
-        return settings(**self.options)
+        """The settings of the run. The emulator needs a stream for each direction of a pipeline's messages."""
+        return settings(**self.options, overlap_p2p_communication=self.stages > 1 or None)
 
 
 def settings(**options: Any) -> GPTTrainConfig:
@@ -60,7 +75,7 @@ def part_of(drawn: EmulatedMachine, network: str, ranks: int) -> EmulatedMachine
     return drawn.varied(**NETWORKS[network]).part(ranks // RANKS_PER_NODE)
 
 
-def _runs() -> Iterator[LayoutRun]:
+def _layouts() -> Iterator[LayoutRun]:
     tensor = "tensor_model_parallel_size"
     zero1, overlap = {"use_distributed_optimizer": True}, {"overlap_grad_reduce": True}
     sequence = {"sequence_parallel": True}
@@ -78,4 +93,30 @@ def _runs() -> Iterator[LayoutRun]:
     yield LayoutRun("tensor 8 x data 8, sequence parallel, overlap", 64, {tensor: 8, **sequence, **overlap})
 
 
-RUNS = tuple(_runs())
+#: of the pipeline: a slow link between two nodes, with tensor groups inside them and across
+INSIDE, ACROSS = "tensor 8 x pipeline 2, slow links", "tensor 16, slow links"
+
+
+def _pipelines() -> Iterator[LayoutRun]:
+    tensor, stages, stretch = "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual"
+    stretch += "_pipeline_stage"
+    batch = {"global_batch_size": 32}  # 8 micro-batches
+    for name, network in (("", "plain"), (", slow links", "slow")):
+        yield LayoutRun(f"tensor 8 x pipeline 2{name}", 16, {tensor: 8, stages: 2, **batch}, network)
+        yield LayoutRun(f"tensor 16{name}", 16, {tensor: 16, **batch}, network)
+    more = {tensor: 8, stages: 2, stretch: 2, **batch}
+    yield LayoutRun("tensor 8 x pipeline 2, 2 stretches, slow links", 16, more, "slow")
+    for count, microbatches, each in (
+        (2, 2, None), (2, 4, None), (2, 8, None), (4, 2, None), (4, 4, None), (4, 8, None), (2, 2, 2), (2, 8, 2),
+        (4, 4, 1), (4, 8, 1),
+    ):  # fmt: skip
+        # Equal stages: a small vocabulary. All other ranks are replicas, which a pass does not wait for.
+        options = {stages: count, "vocab_size": 512, "global_batch_size": 4 * microbatches * 8 // count}
+        name = f"pipeline {count}, {microbatches} micro-batches"
+        if each is not None:
+            options[stretch] = each
+            name += f", {8 // count // each} stretches"
+        yield LayoutRun(name, 8, options)
+
+
+RUNS = {"layouts": tuple(_layouts()), "pipelines": tuple(_pipelines())}

@@ -11,6 +11,7 @@ import itertools
 import os
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.emulator.device import EmulatedDevice
+from bench.emulator.schedules import MESSAGE
 from commengine import Communicator
 from commengine.operations.operation import Operation, Run
 from commengine.stream import Gate, Stream
@@ -33,10 +35,13 @@ class Actor:
 
 
 class EmulatedRank:
-    """The device, the time and the connection of one rank. path: of the network process's socket."""
+    """The device, the time and the connection of one rank. path: of the network process's socket.
+
+    computed: the seconds that the device has computed.
+    """
 
     def __init__(self, rank: int, device: EmulatedDevice, path: str) -> None:
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.computed = rank, device, 0.0
         self._actors = [Actor(0)]
         self._streams: dict[Stream, Actor] = {}
         self._here = threading.local()
@@ -55,6 +60,7 @@ class EmulatedRank:
         actor: Actor = self._here.actor
         if actor.index == 0:
             actor.time += self.device.seconds
+            self.computed += self.device.seconds
             self.device.seconds = 0.0
         return actor.time
 
@@ -158,7 +164,7 @@ class EmulatedTransport:
 
     def __init__(self, rank: EmulatedRank, members: list[int], key: str) -> None:
         self._rank, self._members, self._key = rank, members, key
-        self._numbers = itertools.count()
+        self._numbers: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
 
     def prepared(self, operation: Operation, args: tuple[Any, ...]) -> Run:
         """Return what runs calls of the form of ``args``."""
@@ -168,9 +174,13 @@ class EmulatedTransport:
         """Run a call: on the emulated network, which moves no data."""
         about = dict(zip(operation.arguments, args, strict=True))
         counted = about[operation.counted].nbytes if operation.counted else 0
+        members, name = self._members, operation.name
+        if operation.pairwise:  # another sequence for each direction of a pair
+            peer = members[about["dst" if name == "send" else "src"]]
+            members, name = [self._rank.rank, peer][:: 1 if name == "send" else -1], MESSAGE
         self._rank.collective(
-            group=(self._key, *self._members), number=next(self._numbers), members=self._members,
-            operation=operation.name, nbytes=operation.nbytes(counted, len(self._members)),
+            group=(self._key, *members), number=next(self._numbers[name, *members]), members=members,
+            operation=name, nbytes=operation.nbytes(counted, len(self._members)),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ class MessageStep:
 
 
 Schedule = list[list[MessageStep]]
+#: the operation of a message between two ranks
+MESSAGE = "message"
 
 
 def schedule(operation: str, nbytes: float, members: int, short: int, nodes: Sequence[int] | None = None) -> Schedule:
@@ -30,6 +32,8 @@ def schedule(operation: str, nbytes: float, members: int, short: int, nodes: Seq
     """
     if members == 1:
         return [[]]
+    if operation == MESSAGE:  # from the first member, which goes on at once, to the second one
+        return [[MessageStep([(1, nbytes)])], [MessageStep(receive=[0])]]
     if operation == "barrier":
         return _doubling(members, 8)
     if operation == "all_reduce":

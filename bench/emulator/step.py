@@ -6,15 +6,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from bench.emulator.device import EmulatedDevice
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.rank import EmulatedRank, emulated
 from bench.step_study.recorder import open_trainer
+from bench.step_study.traced_step import groups_of
 from commengine import Communicator, UsageError
 from trainers.tasks.gpt import GPTTrainConfig
 
@@ -50,19 +54,47 @@ def _end_after_failure(hub: subprocess.Popen[bytes], failed: type[BaseException]
         hub.terminate()
 
 
-def run_steps(world: Communicator, rank: EmulatedRank, config: GPTTrainConfig, warmup: int, steps: int) -> list[float]:
-    """Train on the emulated cluster: the seconds of each step on its slowest rank. Collective over ``world``."""
+@dataclass(frozen=True)
+class EmulatedStep:
+    """A step of all ranks. seconds: of the slowest. waits: by rank, the share of the pass in which it does not compute.
+
+    The pass lasts from the first forward to the last backward of all ranks.
+    """
+
+    seconds: float
+    waits: tuple[float, ...]
+
+
+def run_steps(
+    world: Communicator, rank: EmulatedRank, config: GPTTrainConfig, warmup: int, steps: int
+) -> list[EmulatedStep]:
+    """Train on the emulated cluster. Collective over ``world``. A pipeline needs streams: overlap_p2p_communication."""
     with rank.device:  # a model that takes no memory
         trainer = open_trainer(config, world)
-    grid = trainer.grid
-    groups = {id(one): one for one in (grid.world, grid.tensor, grid.data)}.values()
-    moments = []
-    with emulated(rank, *groups), rank.emulating(world):
+    groups = {id(one): one for one in (trainer.grid.world, *groups_of(trainer))}.values()
+    found: list[tuple[float, float, float, float]] = []
+    passes: list[tuple[float, float]] = []  # (moment, seconds computed) before and after the schedule
+    run = trainer.schedule.run
+
+    def observed(*args: Any) -> None:
+        passes.append((rank.now(), rank.computed))
+        run(*args)
+        passes.append((rank.now(), rank.computed))
+
+    with patch.object(trainer.schedule, "run", observed), emulated(rank, *groups), rank.emulating(world):
         for _ in range(warmup + steps):
-            grid.world.barrier()
+            trainer.grid.world.barrier()
             began = rank.now()
+            passes.clear()
             trainer.step()
-            moments.append(rank.now() - began)
-    every = world.mpi.allgather(moments[warmup:])
+            (first, before), (last, after) = passes
+            found.append((rank.now() - began, first, last, after - before))
+    every = world.mpi.allgather(found[warmup:])
     trainer.close()
-    return [max(times) for times in zip(*every, strict=True)]
+    return [_together(of_step) for of_step in zip(*every, strict=True)]
+
+
+def _together(ranks: Sequence[tuple[float, float, float, float]]) -> EmulatedStep:
+    """A step of all ranks, from (seconds, begin of the pass, its end, seconds computed in it) of each."""
+    whole = max(last for _, _, last, _ in ranks) - min(first for _, first, _, _ in ranks)
+    return EmulatedStep(max(step for step, *_ in ranks), tuple(1 - computed / whole for *_, computed in ranks))

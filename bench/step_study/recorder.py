@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_every_rank
 from trainers import presets
-from trainers.options import given, make_writable, require
+from trainers.options import make_writable
 from trainers.run.startup import read_config
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
@@ -44,10 +44,6 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
         )
-    require(
-        config.pipeline_model_parallel_size == 1,
-        f"{given(config, 'pipeline_model_parallel_size')}: steps of a pipeline are not traced yet; leave it out",
-    )
     return config
 
 

@@ -117,6 +117,11 @@ class Recording:
         """The number of streams that the group needs."""
         return max((call.stream for calls in self.calls for call in calls if call.group == group), default=0)
 
+    def only_messages(self, group: int, stream: int) -> bool:
+        """Whether a stream of the group has messages and nothing else, on every rank."""
+        mine = (call for calls in self.calls for call in calls if (call.group, call.stream) == (group, stream))
+        return all(call.operation in MESSAGES for call in mine)
+
     def scaled(self, size: int) -> Recording:
         """The parts of the first ``size`` ranks: a group loses its other ranks, and its collectives keep their bytes.
 

@@ -33,13 +33,15 @@ class Replay:
             comm = world.split(0 if mine else None, place, name=group.name)
             self.comms.append(comm)
             if comm is not None:
-                made = [comm.new_stream() for _ in range(what.streams(index))]
-                self._streams.update({(index, number): stream for number, stream in enumerate(made, 1)})
+                # A pipeline stage begins a receive, and sends before it comes: no message may wait for another one.
+                for number in range(1, 1 + what.streams(index)):
+                    threaded = comm.device.type != "cpu" or not what.only_messages(index, number)
+                    self._streams[index, number] = comm.new_stream(threaded=threaded)
         # Enqueue and wait in the order of the step. A collective that the step never waited for ends with the replay.
         self._moments = moments(self.calls)
         # All ranks of a group must make their windows in one order. The order of each stream's calls is common to all.
         order = sorted(range(len(self.calls)), key=lambda number: (self.calls[number].group, self.calls[number].stream))
-        prepared = {number: self._prepared(self.calls[number]) for number in order}
+        prepared = {number: self._prepared(number) for number in order}
         self._runs = [prepared[number] for number in range(len(self.calls))]
 
     def run(self) -> list[CollectiveEvent]:
@@ -64,8 +66,9 @@ class Replay:
             if comm is not None:
                 comm.close()
 
-    def _prepared(self, call: RecordedCall) -> Callable[[], Work]:
+    def _prepared(self, number: int) -> Callable[[], Work]:
         """The call of the communicator's method."""
+        call = self.calls[number]
         comm, name = self.comms[call.group], call.operation
         assert comm is not None  # a rank traces only its own groups
         stream = self._streams[call.group, call.stream] if call.stream else None
@@ -73,7 +76,8 @@ class Replay:
             return partial(comm.barrier, stream=stream)
         root, op, rows = call.root, call.redop or "sum", call.shape or (1,)
         windows = call.windows or (False, False)
-        tensor = self._buffer(call, "", call.shape, windows[name == "reduce_scatter"])
+        use = f"received {number}" if name == "recv" else ""  # several receives of a stream may be under way
+        tensor = self._buffer(call, use, call.shape, windows[name == "reduce_scatter"])
         other = None
         if name in ("reduce_scatter", "all_gather"):
             other = self._buffer(call, "part", (rows[0] // comm.size, *rows[1:]), windows[name == "all_gather"])

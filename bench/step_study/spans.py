@@ -1,7 +1,8 @@
 """Follow the caller through a training step: which part it is in, and since when.
 
-The parts are the embedding, the layers, the heads, the loss, and what stands outside of the model. The caller is
-always in one part. A boundary ends a span and begins the next, so spans neither overlap nor leave gaps, and a
+The parts are the embedding, the layers, the heads, the loss, and what stands outside of the model. A pipeline stage has
+those of its layers, and between its actions it is in the part "pipeline": it sends, and waits. The caller is always in
+one part. A boundary ends a span and begins the next, so spans neither overlap nor leave gaps, and a
 collective belongs to the span in which it was enqueued. Backward runs through the parts from the last to the first:
 a part begins when the gradient of the tensor with which it ends is complete.
 """
@@ -16,37 +17,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tplayers import BERT
+from tplayers import BERT, StageInput
 from tplayers.models.transformer import Transformer
+from trainers.pipeline.orders import Action
 from trainers.training.trainer import Trainer
+
+#: the part of a stage between its actions
+PIPELINE = "pipeline"
 
 
 @dataclass(frozen=True)
 class Span:
     """A stretch of the caller's time, in seconds of ``time.perf_counter``.
 
-    part: one of `parts_of`, in a phase "forward", "recompute" or "backward"; or, without a phase, "labels",
-    "gradients" (zeroing, reduction), "loss and norm" or "optimizer".
+    part: one of `parts_of`, in a phase "forward", "recompute" or "backward"; or, without a phase, "labels", "pipeline",
+    "gradients" (zeroing, reduction), "loss and norm" or "optimizer". microbatch: of a part with a phase.
     """
 
     start: float
     end: float
     part: str
     phase: str
+    microbatch: int | None = None
 
 
 class Spans:
     """The spans so far. One thread at a time may use it: the caller waits while backward runs."""
 
     def __init__(self) -> None:
-        self.part, self.phase = "labels", ""
+        self.part, self.phase, self.microbatch = "labels", "", 0
         self._done: list[Span] = []
         self._since = time.perf_counter()
 
     def enter(self, part: str, phase: str = "") -> None:
         """The caller enters another part."""
         now = time.perf_counter()
-        self._done.append(Span(self._since, now, self.part, self.phase))
+        microbatch = self.microbatch if self.phase else None
+        self._done.append(Span(self._since, now, self.part, self.phase, microbatch))
         self.part, self.phase, self._since = part, phase, now
 
     def take(self) -> list[Span]:
@@ -76,13 +83,33 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
     """
     spans, model = Spans(), trainer.model
     assert isinstance(model, Transformer)  # the parts of a step are those of its layers
-    parts = parts_of(model)
+    parts, chunks = parts_of(model), model.part.chunks
+    cuts = {f"layer {chunk.stop - 1}" for chunk in chunks if chunk.stop < model.part.layers}
     with ExitStack() as stack:
 
         def ended(part: str, tensor: Tensor) -> None:
             """In forward, ``part`` ends with ``tensor``. In backward, it begins with the tensor's gradient."""
-            spans.enter(parts[parts.index(part) + 1], "forward")
+            if part in cuts:
+                spans.enter(PIPELINE)
+            else:
+                spans.enter(parts[parts.index(part) + 1], "forward")
             _on_gradient(tensor, spans, part)
+
+        def begins(_: Any, __: Any, options: dict[str, Any]) -> None:
+            first = chunks[(options.get("at") or StageInput()).chunk].start
+            spans.enter(f"layer {first}" if first else "embedding", "forward")
+
+        def ends(_: Any, __: Any, options: dict[str, Any], result: Any) -> None:
+            if model.part.ends(options.get("at") or StageInput()):
+                _on_gradient(result, spans, "loss")
+
+        def received(_: Any, args: Any) -> None:
+            """In backward a chunk ends with the gradient of the activations that came into it."""
+            if args[0].requires_grad:
+                args[0].register_hook(lambda _: spans.enter(PIPELINE))
+
+        def action(one: Action) -> None:
+            spans.microbatch = one.microbatch
 
         def hook(handle: Any) -> None:
             stack.callback(handle.remove)
@@ -90,19 +117,24 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
         def ends_with(part: str, module: nn.Module) -> None:
             hook(module.register_forward_hook(lambda _, __, result: ended(part, result)))
 
-        hook(model.register_forward_pre_hook(lambda *_: spans.enter("embedding", "forward")))
-        hook(model.layers[0].register_forward_pre_hook(lambda _, args: ended("embedding", args[0])))
-        for number, layer in enumerate(model.layers):
-            part = f"layer {number}"
+        hook(model.register_forward_pre_hook(begins, with_kwargs=True))
+        for chunk in chunks:
+            first = received if chunk.start else lambda _, args: ended("embedding", args[0])
+            hook(model.layers[chunk.start].register_forward_pre_hook(first))
+        for number in model.part.numbers:
+            part, layer = f"layer {number}", model.layers[number]
             ends_with(part, layer)
             for handle in _recomputation(layer, spans, part):
                 hook(handle)
         _around(stack, model, "logits", after=lambda logits: ended("output layer", logits))
-        if isinstance(model, BERT):
+        if isinstance(model, BERT) and model.part.last:
             ends_with("MLM head", model.mlm_head)
             if model.config.binary_head:
                 ends_with("pooler", model.order_head)
-        hook(model.register_forward_hook(lambda _, __, losses: _on_gradient(losses, spans, "loss")))
+        hook(model.register_forward_hook(ends, with_kwargs=True))
+        _around(stack, trainer.schedule, "about", action)
+        for name in ("activations", "gradient") if trainer.schedule.messages is not None else ():
+            _around(stack, trainer.schedule.messages, name, _entering(spans, PIPELINE))
         _around(stack, trainer.gradients, "zero", _entering(spans, "gradients"), _entering(spans, "labels"))
         _around(stack, trainer.gradients, "finish", _entering(spans, "gradients"), _entering(spans, "loss and norm"))
         _around(stack, trainer.optimizer, "step", _entering(spans, "optimizer"))
@@ -136,23 +168,26 @@ def _on_gradient(tensors: Tensor | Sequence[Tensor | None], spans: Spans, part: 
             tensor.register_hook(lambda _: spans.enter(part, "backward"))  # type: ignore[no-untyped-call]
 
 
-def _entering(spans: Spans, part: str) -> Callable[[Any], None]:
-    return lambda _: spans.enter(part)
+def _entering(spans: Spans, part: str) -> Callable[..., None]:
+    return lambda *_: spans.enter(part)
 
 
 def _around(
     stack: ExitStack,
     owner: Any,
     name: str,
-    before: Callable[[Any], None] | None = None,
+    before: Callable[..., None] | None = None,
     after: Callable[[Any], None] | None = None,
 ) -> None:
-    """Until ``stack`` ends, call ``before(None)`` and ``after(result)`` around the method ``name`` of this object."""
+    """Until ``stack`` ends, call ``before`` and ``after(result)`` around the method ``name`` of this object.
+
+    ``before`` gets the arguments of the method.
+    """
     method = getattr(owner, name)
 
     def called(*args: Any, **options: Any) -> Any:
         if before is not None:
-            before(None)
+            before(*args, **options)
         result = method(*args, **options)
         if after is not None:
             after(result)

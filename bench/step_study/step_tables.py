@@ -12,6 +12,7 @@ import numpy as np
 from bench.step_study.traced_step import MODEL_PHASES, TracedStep
 from bench.step_study.volumes import folded
 from commengine import cost
+from commengine.operations import OPERATIONS
 
 Ranks = Sequence[Sequence[TracedStep]]  # [rank][step]
 #: the times of a row, in seconds, by rank and step
@@ -41,7 +42,7 @@ def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
     for row in rows.values():
         mine = next(iter(row["of_ranks"].values()))
         row["algbw"] = _bandwidth(row["count"] * row["bytes"], mine)
-        row["busbw"] = row["algbw"] * cost.bus_factor(row["operation"], row["ranks"])
+        row["busbw"] = row["algbw"] * _bus_factor(row["operation"], row["ranks"])
     return sorted(rows.values(), key=lambda row: _order(row["part"], row["phase"]))
 
 
@@ -49,6 +50,10 @@ def _bandwidth(nbytes: int, times: dict[str, list[float]]) -> float:
     """Bytes per second without skew: the median over the steps."""
     transfers = (seconds - skew for seconds, skew in zip(times["seconds"], times["skew"], strict=True))
     return statistics.median(nbytes / transfer if transfer > 0 else 0.0 for transfer in transfers)
+
+
+def _bus_factor(operation: str, ranks: int) -> float:
+    return cost.bus_factor("p2p" if OPERATIONS[operation].pairwise else operation, ranks)
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, float]:
@@ -101,7 +106,7 @@ def group_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         nbytes = sum(row["count"] * row["bytes"] for row in mine)
         of_rows = [row["of_ranks"]["0"] for row in mine]
         times = {name: np.sum([one[name] for one in of_rows], axis=0).tolist() for name in TIMES}
-        shown, busbw = _medians(times), _bandwidth(nbytes, times) * cost.bus_factor(operation, size)
+        shown, busbw = _medians(times), _bandwidth(nbytes, times) * _bus_factor(operation, size)
         yield (
             f"| {group} ({size}) | {operation} | {sum(row['count'] for row in mine)} | {nbytes / 1e6:.3f} "
             f"| {_ms(shown['seconds'])} | {_ms(shown['skew'])} | {_gb(busbw)} "

@@ -6,21 +6,24 @@ import itertools
 import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.step_study.spans import Span
+from bench.step_study.spans import PIPELINE, Span
 from bench.step_study.traced_step import TracedCollective, TracedStep
 
 #: pale colours of the caller's spans: forward, recomputation and backward, and the parts that have no phase
 PHASES = {
-    "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", "gradients": "#e3dcef",
-    "loss and norm": "#dddddd", "optimizer": "#f0d9d3",
+    "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", PIPELINE: "#ffffff",
+    "gradients": "#e3dcef", "loss and norm": "#dddddd", "optimizer": "#f0d9d3",
 }  # fmt: skip
-#: strong colours of collectives: warm for the tensor group, cold for the data group
+#: strong colours of collectives: warm for the tensor group, cold for the data group, green for the pipeline
 COLLECTIVES = {
     ("tensor", "all_reduce"): "#c8281e", ("tensor", "all_gather"): "#f08c1e", ("tensor", "reduce_scatter"): "#8c4a14",
     ("data", "all_reduce"): "#5a3fa0", ("data", "all_gather"): "#2f7fc1", ("data", "reduce_scatter"): "#1c3f78",
+    ("pipeline", "send"): "#0f7a5a", ("pipeline", "recv"): "#4fb38f", ("pipeline", "all_reduce"): "#7d8f2a",
+    ("ends", "all_reduce"): "#b5a12a",
 }  # fmt: skip
 OTHER = "#555555"
 NAMES = {
@@ -39,7 +42,8 @@ def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
     """Draw the median step of every rank, with all times on one clock. ``path`` ends in .png, .svg or .pdf.
 
     A rank has a row for the caller, with a colour for each phase and the collectives for which the caller waits, and a
-    row for each stream. The part of a collective before its group's last rank began is hatched.
+    row for each stream. The part of a collective before its group's last rank began is hatched. Steps of a pipeline
+    show the micro-batch of a forward or a backward, others the part of the model.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # here: it takes a second to load
@@ -66,7 +70,7 @@ def write_picture(path: Path, steps: Sequence[TracedStep], title: str) -> None:
                 waits = [(event, event.waited) for event in events if event.waited]
                 _draw_events(axes, waits, origin, (top + 0.18 * thick, 0.42 * thick))
             else:
-                mine = [(event, (event.start, event.end)) for event in events if _stream_of(event) == stream]
+                mine = [(event, _on_its_way(event)) for event in events if _stream_of(event) == stream]
                 _draw_events(axes, mine, origin, (top, thick))
         axes.set_yticks([y for y, _ in marks], [name for _, name in marks])
         axes.set(xlim=(0, 1e3 * (end - origin)), ylim=(top - 0.12, 0), xlabel="ms")
@@ -90,6 +94,11 @@ def _rows(rank: int, step: TracedStep) -> list[Row]:
     return [(rank, None), *((rank, stream) for stream in sorted(streams, reverse=True))]  # tensor before data
 
 
+def _on_its_way(event: TracedCollective) -> tuple[float, float]:
+    """From when to when a stream runs the event. A receive begins early, and nothing moves before its sender begins."""
+    return event.start + (0.0 if event.peer is None else event.skew), event.end
+
+
 def _stream_of(event: TracedCollective) -> str | None:
     return None if event.stream is None else f"{event.group} {event.stream.rpartition('/')[2]}"
 
@@ -100,7 +109,9 @@ def _draw_spans(axes: Any, spans: Sequence[Span], origin: float, place: tuple[fl
     colours = [PHASES.get(span.phase or span.part, "#ffffff") for span in spans]
     axes.broken_barh(stretches, place, facecolors=colours, edgecolor="#888888", linewidth=0.4)
     for span, (start, length) in zip(spans, stretches, strict=True):
-        for name in (span.part, NAMES.get(span.part, span.part.removeprefix("layer "))):
+        for name in (
+            () if span.part == PIPELINE else (span.part, NAMES.get(span.part, span.part.removeprefix("layer ")))
+        ):
             if (span.end - span.start) / inch > CHARACTER * (len(name) + 1):
                 middle = start + length / 2, place[0] + 0.8 * place[1]
                 axes.text(*middle, name, ha="center", va="center", fontsize=7, color="#333333")
@@ -108,7 +119,9 @@ def _draw_spans(axes: Any, spans: Sequence[Span], origin: float, place: tuple[fl
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The spans, with neighbours of the same part and phase joined."""
+    """The spans, with neighbours of one part and phase joined; in a pipeline, those of one micro-batch and phase."""
+    if any(span.part == PIPELINE for span in spans):
+        spans = [replace(span, part=str(span.microbatch)) if span.phase else span for span in spans]
     groups = [list(same) for _, same in itertools.groupby(spans, key=lambda span: (span.part, span.phase))]
     return [Span(same[0].start, same[-1].end, same[0].part, same[0].phase) for same in groups]
 
@@ -146,7 +159,8 @@ def write_chrome(path: Path, steps: Sequence[TracedStep]) -> None:
         for number, stream in enumerate(rows, 1):
             named("thread", f"collectives: {stream or 'caller'}", rank, tid=number)
         for span in step.spans:
-            bar(rank, 0, "part", f"{span.part} {span.phase}".strip(), span, {})
+            of_batch = {} if span.microbatch is None else {"microbatch": span.microbatch}
+            bar(rank, 0, "part", f"{span.part} {span.phase}".strip(), span, of_batch)
         for event in step.events:
             about = {
                 "part": event.part, "phase": event.phase, "launched": event.launched, "bytes": event.bytes,

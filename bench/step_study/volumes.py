@@ -9,21 +9,24 @@ buckets, computed from numbers only: it looks at no model, no bucket and no trac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from commengine import GridLayout, cost
 from commengine.cost import Collective
+from tplayers import ModelPart
 from trainers.tasks.bert import BERTTrainConfig
 
 from .recorder import TracedConfig
 
+TIED = "embedding.weight"
 ALIGNMENT = 64  # in a flat buffer a parameter begins at a multiple of so many elements
 SOURCES = (
     "[M] Shoeybi et al. 2019, Megatron-LM, section 3 and Figure 4 (layers, embedding, loss), appendix B.1 (gradients); "
     "[K] Korthikanti et al. 2022, sections 4.2.2 (sequence parallelism) and 5 (recomputation); "
-    "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7. The others are this trainer's own: commengine/cost/step.py"
+    "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7; [P] Narayanan et al. 2021, section 4.1 (messages between "
+    "stages). The others are this trainer's own: commengine/cost/step.py"
 )
 #: endings of the names of parameters that act on sequence shards: each rank has a part of their gradient [K]
 PARTIAL = (
@@ -46,17 +49,19 @@ class Expected:
 
 
 def packed(
-    sizes: Sequence[tuple[str, int]], largest: int, *, flat: bool, ranks: int
-) -> list[list[tuple[str, int, int]]]:
+    sizes: Sequence[tuple[str, int]], largest: int, *, flat: bool, ranks: int,
+    kind: Callable[[str], object] = lambda _: None,
+) -> list[list[tuple[str, int, int]]]:  # fmt: skip
     """(name, start, end) of each parameter in each flat buffer, in elements. Parameters are packed backwards.
 
     sizes: (name, elements) in the model's order. flat: aligned, and padded so that ``ranks`` divide each buffer.
+    kind: of a name; all of a buffer have one.
     """
     unit = ALIGNMENT if flat else 1
     buckets: list[list[tuple[str, int, int]]] = []
     total = end = 0
     for name, size in reversed(sizes):
-        if not buckets or total + size > largest:
+        if not buckets or total + size > largest or kind(name) != kind(buckets[-1][0][0]):
             buckets.append([])
             total = end = 0
         total, start, end = total + size, end, _rounded_up(end + size, unit)
@@ -96,13 +101,23 @@ def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
     return config.norm_placement == "post", not config.bert_no_binary_head, predictions
 
 
-def parameter_sizes(config: TracedConfig) -> list[tuple[str, int]]:
-    """(name, elements) of each parameter of a rank."""
+def parameter_sizes(config: TracedConfig, part: ModelPart) -> list[tuple[str, int]]:
+    """(name, elements) of each parameter of a rank that has this part of the model."""
     post_norm, order_head, _ = choices(config)
-    return cost.parameter_sizes(
+    found = cost.parameter_sizes(
         shape_of(config), config.tensor_model_parallel_size, positions=config.positions, post_norm=post_norm,
         order_head=order_head,
     )  # fmt: skip
+    return [(name, size) for name, size in found if _has(part, name, tied=not shape_of(config).untied)]
+
+
+def _has(part: ModelPart, name: str, *, tied: bool) -> bool:
+    """Whether a parameter lies in ``part``."""
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) in part.numbers
+    if name == TIED:
+        return part.first or (tied and part.last)
+    return part.first if name.startswith(("embedding", "position_embedding", "token_type_embedding")) else part.last
 
 
 def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool = True) -> list[Expected]:
@@ -112,8 +127,10 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     because an fp16 gradient overflowed.
     """
     assert config.ddp_bucket_size is not None
-    layout = GridLayout(world_size, config.tensor_model_parallel_size)
+    layout = GridLayout(world_size, config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size)
     tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
+    place, stages = layout.place(rank), layout.pipeline
+    part = config.parts()[place["pipeline"]]
     half = config.bf16 or config.fp16
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
     recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
@@ -125,22 +142,46 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     times = (config.global_batch_size or batch * data) // (batch * data)
     shared = cost.key_value_collectives(shape, batch, tensor, element_bytes=size, recompute=recompute)
     in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
-    found = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
+    of_layers = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
+    found = [one for many in of_layers for one in _by_layer(many, shape.layers) if _runs(part, one.what.part)]
+    if stages > 1:
+        sent = cost.stage_messages(
+            shape, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
+            shards=tensor if config.sequence_parallel else 1,
+        )  # fmt: skip
+        found += [Expected("pipeline", one) for one in sent]
 
-    sizes = parameter_sizes(config)
-    buckets = packed(sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1)
+    tied = stages > 1 and not shape.untied and (part.first or part.last)
+    sizes = parameter_sizes(config, part)
+    if tied:  # it is complete last
+        sizes.sort(key=lambda one: one[0] != TIED)
+    buckets = packed(
+        sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1,
+        kind=lambda name: (part.chunk_of(name), tied and name == TIED),
+    )  # fmt: skip
+    if tied:
+        (elements,) = (bucket[-1][2] for bucket in buckets if bucket[0][0] == TIED)
+        why = "gradients of both uses of a tied embedding"
+        found.append(Expected("ends", Collective("all_reduce", 4 * elements, 2, 1, why, "gradients")))
     reduced = cost.data_parallel_collectives(
         sum(elements for _, elements in sizes), data, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
         gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
     )  # fmt: skip
     found += [Expected("data", one) for one in reduced if updated or one.part == "gradients"]
     if config.sequence_parallel:
-        shard, shards = (rank // tensor, data) if zero1 else (0, 1)
+        shard, shards = (place["data"], data) if zero1 else (0, 1)
         partial = partial_elements(buckets, shard, shards)
         found += [Expected("tensor", one) for one in cost.sequence_parallel_collectives(partial, tensor)]
-    scalars = cost.scalar_collectives(tensor, data, zero1=zero1, fp16=config.fp16, terms=1 + order_head)
-    found += [Expected(group, one) for group, one in scalars]
-    return [one for many in found for one in _by_layer(many, shape.layers)]
+    terms = 1 + order_head
+    scalars = cost.scalar_collectives(tensor, data, pipeline=stages, zero1=zero1, fp16=config.fp16, terms=terms)
+    return found + [Expected(group, one) for group, one in scalars]
+
+
+def _runs(part: ModelPart, name: str) -> bool:
+    """Whether the rank of ``part`` runs a part of a model."""
+    if name.startswith("layer "):
+        return int(name.split()[1]) in part.numbers
+    return part.first if name == "embedding" else part.last
 
 
 def _by_layer(one: Expected, layers: int) -> list[Expected]:

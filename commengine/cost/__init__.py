@@ -33,6 +33,7 @@ from .pipeline import cut_layers as cut_layers
 from .pipeline import kept_microbatches as kept_microbatches
 from .pipeline import needed as needed
 from .pipeline import output_layers as output_layers
+from .pipeline import stage_messages as stage_messages
 from .pipeline import stages as stages
 from .pipeline import timeline as timeline
 from .step import Collective as Collective

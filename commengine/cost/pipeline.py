@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .step import Collective
 from .transformer import StageShape, TransformerShape, model_flops
 
 #: (is a backward, micro-batch, chunk): one action of a rank
@@ -69,6 +70,28 @@ def kept_microbatches(stage: int, stages: int, microbatches: int, chunks: int = 
     group = -(-microbatches // max(microbatches // stages, 1))  # which goes through all chunks together
     first = 2 * (stages - stage - 1) + (chunks - 1) * group + 1
     return min(first, chunks * microbatches) / chunks
+
+
+def stage_messages(
+    shape: TransformerShape, batch: int, stage: int, stages: int, microbatches: int, chunks: int = 1, *,
+    element_bytes: float = 2, shards: int = 1,
+) -> list[Collective]:  # fmt: skip
+    """Return the messages of a rank of ``stage`` in a step: v m of b s h elements across a boundary, each way [P].
+
+    Nothing comes into the first chunk of all, and nothing leaves the last one. batch: sequences of a micro-batch.
+    shards: the size of the tensor group, if each rank sends its sequence shard.
+    """
+    size = batch * shape.seq * shape.hidden * element_bytes / shards
+    come, leave = (chunks - (stage == end) for end in (0, stages - 1))
+    runs = (
+        ("recv", come, "forward", "activations"), ("send", leave, "forward", "activations"),
+        ("recv", leave, "backward", "gradients"), ("send", come, "backward", "gradients"),
+    )  # fmt: skip
+    return [
+        Collective(operation, size, 2, count * microbatches, f"{what} of a stage [P]", "pipeline", phase)
+        for operation, count, phase, what in runs
+        if count
+    ]
 
 
 @dataclass(frozen=True)

@@ -208,28 +208,35 @@ def data_parallel_collectives(
 
 
 def scalar_collectives(
-    tensor: int, data: int, *, zero1: bool = False, fp16: bool = False, terms: int = 1
+    tensor: int, data: int, *, pipeline: int = 1, zero1: bool = False, fp16: bool = False, terms: int = 1
 ) -> list[tuple[str, Collective]]:
     """Return (group, collective) for the few numbers that the ranks exchange in a step. The papers do not count them.
 
     terms: the losses of which the objective is the sum: 2 for a BERT with a sentence-order head.
 
-    | group        | numbers                                                                                          |
-    |--------------|--------------------------------------------------------------------------------------------------|
-    | data         | int64: the labels that each term counts, and whether a token is outside the vocabulary           |
-    | data         | float64: each term of the loss                                                                   |
-    | tensor       | float64: the squared norm of the gradients of split parameters                                   |
-    | data         | ZeRO-1 only, 2 float64: that norm, and the squared norm of the gradients of replicated parameters |
-    | tensor, data | fp16 only, int64: whether a gradient overflowed                                                  |
+    | group                  | numbers                                                                                |
+    |------------------------|----------------------------------------------------------------------------------------|
+    | data                   | int64: the labels that each term counts, and whether a token is outside the vocabulary |
+    | pipeline               | 2 int64: the most and the fewest micro-batches of a stage                              |
+    | data, pipeline         | float64: each term of the loss                                                         |
+    | pipeline, ZeRO-1: data | 2 float64: the squared norms of the gradients of replicated and of split parameters    |
+    | tensor                 | float64: the squared norm of the gradients of split parameters                         |
+    | all three              | fp16 only, int64: whether a gradient overflowed                                        |
     """
+    sizes = {"tensor": tensor, "data": data, "pipeline": pipeline}
+
+    def one(group: str, size: float, why: str, part: str = "loss and norm") -> tuple[str, Collective]:
+        return group, Collective("all_reduce", size, sizes[group], 1, why, part)
+
     found = [
-        ("data", Collective("all_reduce", 8 * (terms + 1), data, 1, "labels counted, tokens outside", "labels")),
-        ("data", Collective("all_reduce", 8 * terms, data, 1, "loss", "loss and norm")),
-        ("tensor", Collective("all_reduce", 8, tensor, 1, "squared norm of split gradients", "loss and norm")),
+        one("data", 8 * (terms + 1), "labels counted, tokens outside", "labels"),
+        one("pipeline", 16, "micro-batches of the stages", "labels"),
+        *(one(group, 8 * terms, "loss") for group in ("data", "pipeline")),
+        one("pipeline", 16, "squared norms of the stages"),
+        one("tensor", 8, "squared norm of split gradients"),
     ]
     if zero1:
-        found.append(("data", Collective("all_reduce", 16, data, 1, "squared norms of the shards", "loss and norm")))
+        found.append(one("data", 16, "squared norms of the shards"))
     if fp16:
-        for group, ranks in (("tensor", tensor), ("data", data)):
-            found.append((group, Collective("all_reduce", 8, ranks, 1, "whether fp16 overflowed", "loss and norm")))
+        found += [one(group, 8, "whether fp16 overflowed") for group in sizes]
     return [(group, one) for group, one in found if one.ranks > 1]

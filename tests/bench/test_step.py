@@ -349,7 +349,7 @@ def test_parameters_of_a_bert_are_the_models(placement, alone):
     config = recorder.from_json(given)
     with torch.device("meta"):
         model = tplayers.BERT(config.model(), SimpleNamespace(size=2, rank=1))
-    sizes = volumes.parameter_sizes(config)
+    sizes = volumes.parameter_sizes(config, *config.parts())
     assert sizes == [(name, parameter.numel()) for name, parameter in model.named_parameters()]
     partial = {name for name, placed in tplayers.placements(model).items() if placed.partial}
     assert {name for name, _ in sizes if name.endswith(volumes.PARTIAL)} == partial
@@ -417,7 +417,6 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
         (["--save-format", "chakra"], "--save-format goes with --save"),
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--compile"], "--compile: a compiled graph runs no hooks"),
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2: steps of a pipeline are not trac"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),
         (["--num-attention-heads", "1", *TP2], "--num-attention-heads 1"),
         (["--data-path", "x"], "--mock-data: cannot go with --data-path"),

@@ -37,7 +37,7 @@ class StageMessages:
         if queued and size % 2 and chunks > 1:
             self._links[-1] = 2
         count = max(self._links) + 1
-        self._activations, self._gradients = (
+        self.activation_streams, self.gradient_streams = (
             [pipeline.new_stream(threaded=queued) for _ in range(count)] for _ in ("activations", "gradients")
         )
         self._sent: deque[Work] = deque()  # each keeps its tensor
@@ -51,7 +51,7 @@ class StageMessages:
         rank, after, before = self.pipeline.rank, self._after, self._before
         sent = [self._target(before, action) for action in orders[before] if not action.backward]
         given = [self._target(after, action) for action in orders[after] if action.backward]
-        inputs, gradients = self._activations[self._links[before]], self._gradients[self._links[rank]]
+        inputs, gradients = self.activation_streams[self._links[before]], self.gradient_streams[self._links[rank]]
         self._inputs = _Inbox(self.pipeline, before, inputs, sent, like, backward=False)
         self._incoming = _Inbox(self.pipeline, after, gradients, given, like, backward=True)
 
@@ -71,11 +71,11 @@ class StageMessages:
 
     def send_activations(self, tensor: Tensor) -> None:
         """Send the result of a forward to the next rank. Nobody may write to ``tensor`` before `finish`."""
-        self._send(tensor, self._after, self._activations[self._links[self.pipeline.rank]])
+        self._send(tensor, self._after, self.activation_streams[self._links[self.pipeline.rank]])
 
     def send_gradient(self, tensor: Tensor) -> None:
         """Send the gradient of what came from the rank before. Nobody may write to ``tensor`` before `finish`."""
-        self._send(tensor, self._before, self._gradients[self._links[self._before]])
+        self._send(tensor, self._before, self.gradient_streams[self._links[self._before]])
 
     def _send(self, tensor: Tensor, to: int, stream: Stream) -> None:
         tensor = tensor.detach().contiguous()

@@ -37,7 +37,7 @@ class Schedule:
             raise CollectiveError(f"a pipeline of {pipeline.size} stages needs a model that has parts (ModelPart)")
         self.chunks = 1 if self.part is None else len(self.part.chunks)
         self.name = "one by one" if self.part is None else "1F1B" if self.chunks == 1 else "interleaved 1F1B"
-        self._messages = None if self.part is None else StageMessages(pipeline, self.chunks, threaded=threaded)
+        self.messages = None if self.part is None else StageMessages(pipeline, self.chunks, threaded=threaded)
 
     def run(
         self, count: int, forward: Forward, like: Callable[[int], Tensor],
@@ -53,22 +53,22 @@ class Schedule:
         self._begin(orders, count, like)
         for action in orders[self.pipeline.rank]:
             _, number, chunk = action
-            with self._about(action):
+            with self.about(action):
                 if not action.backward:
                     kept[number, chunk] = self._forward(number, chunk, forward)
                     continue
                 received, result = kept.pop((number, chunk))
                 gradient = None
-                if self._messages is not None and not self._ends(chunk):
-                    gradient = self._messages.gradient(number, chunk)
+                if self.messages is not None and not self._ends(chunk):
+                    gradient = self.messages.gradient(number, chunk)
                 with last_microbatch(chunk) if number == count - 1 else contextlib.nullcontext():
                     torch.autograd.backward(result, gradient)
-                if self._messages is not None and received is not None:
+                if self.messages is not None and received is not None:
                     assert received.grad is not None
-                    self._messages.send_gradient(received.grad)
+                    self.messages.send_gradient(received.grad)
                 del received, result, gradient  # before the next forward needs memory
-        if self._messages is not None:
-            self._messages.finish()
+        if self.messages is not None:
+            self.messages.finish()
 
     def evaluate(self, count: int, forward: Forward, like: Callable[[int], Tensor]) -> None:
         """The forward of ``count`` micro-batches, which may be none. The caller turns gradients off."""
@@ -77,15 +77,15 @@ class Schedule:
         # No backward holds an early stage back. Interleaving needs fewer than 2 p messages on their way.
         self._begin(orders, count, like, most=2 * size)
         for action in orders[self.pipeline.rank]:
-            with self._about(action):
+            with self.about(action):
                 self._forward(action.microbatch, action.chunk, forward)
-        if self._messages is not None:
-            self._messages.finish()
+        if self.messages is not None:
+            self.messages.finish()
 
     def _begin(
         self, orders: list[list[Action]], count: int, like: Callable[[int], Tensor], most: int | None = None
     ) -> None:
-        if self._messages is None:
+        if self.messages is None:
             return
         counts = torch.tensor([count, -count], dtype=torch.int64, device="cpu")
         self.pipeline.all_reduce(counts, "max")
@@ -93,18 +93,18 @@ class Schedule:
         if most != least:
             said = f"this stage has {count} micro-batches; the stages have from {least} to {most}"
             raise CollectiveError(f"a pipeline's stages need the same number of micro-batches: {said}")
-        self._messages.begin(orders, like, most)
+        self.messages.begin(orders, like, most)
 
     def _forward(self, number: int, chunk: int, forward: Forward) -> tuple[Tensor | None, Tensor]:
         """(The activations that came, the result) of a chunk for a micro-batch."""
-        if self._messages is None or self.part is None:
+        if self.messages is None or self.part is None:
             return None, forward(number, None)
         received = None
         if self.part.chunks[chunk].start:
-            received = self._messages.activations(number, chunk).requires_grad_(torch.is_grad_enabled())
+            received = self.messages.activations(number, chunk).requires_grad_(torch.is_grad_enabled())
         result = forward(number, StageInput(chunk, received))
         if not self._ends(chunk):
-            self._messages.send_activations(result)
+            self.messages.send_activations(result)
         return received, result
 
     def call(self, model: Any, at: StageInput | None, use: Callable[[Any], Tensor]) -> Tensor:
@@ -122,7 +122,7 @@ class Schedule:
     def _ends(self, chunk: int) -> bool:
         return self.part is None or self.part.ends(StageInput(chunk))
 
-    def _about(self, action: Action) -> AbstractContextManager[None]:
+    def about(self, action: Action) -> AbstractContextManager[None]:
         """A block whose messages are told from others in reports."""
         return self.pipeline.about(f"stage {self.pipeline.rank}, {action}")
 

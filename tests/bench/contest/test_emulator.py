@@ -6,13 +6,15 @@ import pytest
 
 from bench.contest import __main__ as command
 from bench.contest import emulator
-from bench.emulator.layouts import NETWORKS, NODES, RANKS_PER_NODE, RUNS, part_of
+from bench.emulator import layouts
+from bench.emulator.layouts import NETWORKS, NODES, RANKS_PER_NODE, part_of
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.predicting import arguments
 from bench.prediction import group_cost
 from bench.prediction.options import layout_of
 from tests.bench.contest.stand_ins import rows_of
 
+RUNS, PIPELINES = layouts.RUNS["layouts"], layouts.RUNS["pipelines"]
 DRAWN = EmulatedMachine.drawn(1, NODES, RANKS_PER_NODE)
 
 
@@ -24,8 +26,13 @@ def jobs(monkeypatch):
     return found
 
 
+def trained(seconds):
+    steps = [{"seconds": seconds, "waits": [0.25, 0.35]}] * 3
+    return {"seconds": seconds, "steps": steps, "date": "2026-11-25T05:00:00"}
+
+
 def step(folder, run, seconds):
-    (folder / f"{run.file}-trained.json").write_text(json.dumps({"seconds": seconds, "date": "2026-11-25T05:00:00"}))
+    (folder / f"{run.file}-trained.json").write_text(json.dumps(trained(seconds)))
 
 
 def refused(capsys, *argv):
@@ -39,20 +46,23 @@ def refused(capsys, *argv):
 def test_the_runs_are_twelve_on_8_to_64_ranks():
     assert len(RUNS) == 12 and len({run.file for run in RUNS}) == 12
     assert {run.ranks for run in RUNS} == {8, 16, 32, 64} and {run.network for run in RUNS} == set(NETWORKS)
-    for run in RUNS:
+    assert len({run.file for run in (*RUNS, *PIPELINES)}) == len(RUNS) + len(PIPELINES)
+    for run in (*RUNS, *PIPELINES):
         machine = part_of(DRAWN, run.network, run.ranks)
         assert machine.ranks == run.ranks and machine.speed == DRAWN.speed[: run.ranks]
         config = run.config()
-        assert config.tensor_model_parallel_size == run.tensor and run.ranks % run.tensor == 0
+        config.validate(run.ranks)
+        assert config.tensor_model_parallel_size == run.tensor
 
 
 def test_the_prediction_is_asked_for_the_layout_that_trains():
     from bench import predict
 
-    for run in RUNS:
+    for run in (*RUNS, *PIPELINES):
         given = predict.parser().parse_args(arguments("here.yaml", run))
         layout, config = layout_of(given), run.config()
         assert (layout.ranks, layout.tensor) == (run.ranks, config.tensor_model_parallel_size)
+        assert (layout.pipeline, layout.chunks(8)) == (config.pipeline_model_parallel_size, config.chunks)
         assert layout.batch == config.batch_size(layout.data) and layout.micro_batch == config.micro_batch_size
         assert layout.zero1 == config.use_distributed_optimizer and given.overlap_grad_reduce in (None, True)
         assert bool(given.overlap_grad_reduce) == bool(config.overlap_grad_reduce)
@@ -96,7 +106,7 @@ def test_the_folder_of_another_seed_or_version_is_refused(tmp_path, capsys, jobs
 
 def test_it_goes_on_with_what_is_left_and_reports(tmp_path, capsys, jobs, monkeypatch):
     dated = {run.name: {"seconds": 0.5, "date": "2026-11-25T04:00:00"} for run in RUNS}
-    monkeypatch.setattr(emulator, "predict_all", lambda folder, drawn: dated)
+    monkeypatch.setattr(emulator, "predict_all", lambda folder, drawn, runs: dated)
     argv = ["--folder", str(tmp_path), "--output", str(tmp_path / "page.md")]
     with pytest.raises(SystemExit):  # the jobs do nothing here
         command.main(["emulator", *argv])
@@ -116,8 +126,20 @@ def test_it_goes_on_with_what_is_left_and_reports(tmp_path, capsys, jobs, monkey
 
 
 def test_links_of_a_job_inside_one_node_are_not_named():
-    predictions = {run.name: {"seconds": 1.0, "date": "a"} for run in RUNS}
-    case = emulator.compared(predictions, predictions, DRAWN)
+    found = {run.name: trained(1.0) for run in RUNS}
+    case = emulator.compared(found, found, DRAWN, RUNS)
     rows = [line for line in rows_of(case) if line.startswith(("| data", "| tensor"))]
     links = {int(row.split("|")[2]): row.split("|")[3].strip() for row in rows}
     assert len(rows) == 12 and links[8] == "-" and links[64] == "plain"
+
+
+def test_pipelines_have_their_bubbles_and_the_slow_link_its_ratio():
+    """16 ranks x 4 micro-batches: a pass of 4 + 4 - 1 forwards, of which 3 wait."""
+    predicted, found = ({run.name: trained(seconds) for run in PIPELINES} for seconds in (1.0, 2.0))
+    found[layouts.ACROSS] = trained(6.0)
+    case = emulator.compared(predicted, found, DRAWN, PIPELINES)
+    assert case.numbers["across over inside"] == [1.0, 3.0]
+    (row,) = (line for line in rows_of(case) if line.startswith("| pipeline 4, 4 micro-batches |"))
+    assert row.endswith("| 30.0% | 42.9% |")
+    (note,) = (line for line in emulator.CONTEST.notes(None, [case]) if layouts.ACROSS in line)
+    assert note.endswith("predicted 1.00 times as long, measured 3.00")
