@@ -14,10 +14,14 @@ Transports: engine (the Communicator's operations), mpi4py (without the engine),
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
 yet run), gloo and torch-nccl (torch.distributed, in a process beside each rank). `make rivals` installs more, each in
 an environment of its own: openmpi and intel (mpi4py over another MPI), engine@ and shared@ these (the engine over it),
-oneccl, deepspeed (its all-reduce in shared memory), and c-loop (loops in C over shared memory: the limit). Four answer
+oneccl, deepspeed (its all-reduce in shared memory), and c-loop (loops in C over shared memory: the limit). Five answer
 one question each: beside-windows (the engine on private tensors, in a group that has windows), mpix-bfloat16 (MPICH's
 own sum, which rounds at every step) and in-fp32 (MPI's sum in fp32 between two copies), because MPI has no bfloat16,
-and memory (every rank reads and writes its own window once: the bound of an all-reduce).
+memory (every rank reads and writes its own window once: the bound of an all-reduce), and under-all-reduce (the engine,
+while an all-reduce of as many bytes, or of 4 MB, runs on a stream).
+
+The operation send goes one way, from each rank of the first half of a group to one of the second half. A sendrecv goes
+both ways: each rank sends to the next one of a ring, and receives.
 
 Two parts have options of their own, which --help tells:
 
@@ -148,7 +152,7 @@ def largest_size(given: str | None, transports: Sequence[str], memory: dict[str,
 
     Raises ValueError if the buffers do not fit.
     """
-    buffers = 2 * len(transports)
+    buffers = 2 * len(transports) + ("under-all-reduce" in transports)
     most = memory["available"] // buffers
     if "shared" in transports:
         most = min(most, memory["shared"] // 2)

@@ -60,6 +60,8 @@ class Transport(ABC):
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         """The reason why this transport cannot make the call, or None. The same on every rank."""
+        if call.operation == "send" and call.ranks % 2:
+            return "a message one way needs an even number of ranks"
         return None if call.operation in self.operations else f"{self.name} does not run {call.operation}"
 
     @abstractmethod
@@ -188,8 +190,11 @@ class Engine(LocalTransport):
             "all_to_all": (recv, send),
             "sendrecv": (send, (self._rank + 1) % call.ranks, recv, (self._rank - 1) % call.ranks),
             "barrier": (),
+            "send": (send, call.partner(self._rank)),
+            "recv": (recv, call.partner(self._rank)),
         }
-        return partial(getattr(self._comm, call.operation), *arguments[call.operation], stream=self._stream)
+        name = "recv" if call.operation == "send" and not call.sent(self._rank) else call.operation
+        return partial(getattr(self._comm, name), *arguments[name], stream=self._stream)
 
 
 class Shared(Engine):
@@ -303,8 +308,10 @@ class Mpi4py(LocalTransport):
             "all_to_all": (comm.Alltoall, given, target),
             "sendrecv": (comm.Sendrecv, source, following, 0, target, previous, 0),
             "barrier": (comm.Barrier,),
+            "send": (comm.Send, source, call.partner(self._rank)),
+            "recv": (comm.Recv, target, call.partner(self._rank)),
         }
-        method, *arguments = calls[call.operation]
+        method, *arguments = calls["recv" if call.operation == "send" and not call.sent(self._rank) else call.operation]
         return partial(method, *arguments)
 
 

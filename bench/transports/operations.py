@@ -22,7 +22,7 @@ from commengine import cost, operations
 #: in the order of their numbers in bench/peers/calls/c_loop.c and oneccl.cpp
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
-    "barrier",
+    "barrier", "send",
 )  # fmt: skip
 REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
 ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
@@ -45,7 +45,7 @@ POISON = 0xA5  # every byte of a buffer before a call
 #: the largest integer up to which all are representable; 2**24 in the other dtypes
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.int8: 127, torch.uint8: 255, torch.int16: (1 << 15) - 1}
 #: for an operation whose name has no formula in commengine.cost: the formula whose bus factor it has in nccl-tests
-FACTOR_OF = {"gather": "all_gather", "scatter": "all_gather", "sendrecv": "p2p"}
+FACTOR_OF = {"gather": "all_gather", "scatter": "all_gather", "send": "p2p", "sendrecv": "p2p"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class CollectiveCall:
     """One collective, the same on every rank of the group.
 
     count: nccl-tests' count: the elements of the buffer, or of a rank's part if the operation splits or joins. redop:
-    "none" if nothing is reduced. root: -1 if there is none. A sendrecv sends to the next rank of a ring.
+    "none" if nothing is reduced. root: -1 if there is none. A sendrecv sends to the next rank of a ring. A send goes
+    one way: from each rank of the first half to one of the second half, which receives.
     """
 
     operation: str
@@ -118,10 +119,16 @@ class CollectiveCall:
             return 0.0
         return cost.bus_factor(FACTOR_OF.get(self.operation, self.operation), self.ranks)
 
+    def partner(self, rank: int) -> int:
+        """The rank of the other half to which ``rank`` sends, or from which it receives, in a send."""
+        return (rank + self.ranks // 2) % self.ranks
+
     def sent(self, rank: int) -> list[TableSlice]:
         """The contents of ``rank``'s input buffer, in order; nothing if the rank gives no input."""
         operation = self.operation
         if operation == "barrier" or (operation in ("broadcast", "scatter") and rank != self.root):
+            return []
+        if operation == "send" and rank >= self.ranks // 2:
             return []
         elements = self.whole if operation in ("reduce_scatter", "scatter", "all_to_all") else self.count
         return [TableSlice(self._tables[rank], 0, elements)]
@@ -131,6 +138,8 @@ class CollectiveCall:
         operation, count, tables = self.operation, self.count, self._tables
         if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
             return []
+        if operation == "send" and rank < self.ranks // 2:
+            return []
         start = rank * count if operation in ("reduce_scatter", "scatter", "all_to_all") else 0
         if operation in REDUCING:
             tables = [self._reduced]
@@ -138,6 +147,8 @@ class CollectiveCall:
             tables = [tables[self.root]]
         elif operation == "sendrecv":
             tables = [tables[rank - 1]]
+        elif operation == "send":
+            tables = [tables[self.partner(rank)]]
         return [TableSlice(table, start, count) for table in tables]
 
     @cached_property

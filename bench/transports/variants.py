@@ -1,10 +1,11 @@
 """Transports that answer one question each.
 
-Two sum bfloat16 by MPI, which has none. One is the engine on private tensors of a group that has windows. One is no
-collective but the bound of an all-reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the
-operand of every rank, and p n bytes are written, the result of every rank. The bound is therefore the time in which
-the same ranks, all at once, read and write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a
-second array would cost another read. It is the bandwidth of the caches or the memory that hold so many bytes.
+One runs a call while an all-reduce runs beside it, as the messages of a pipeline do. Two sum bfloat16 by MPI, which has
+none. One is the engine on private tensors of a group that has windows. One is no collective but the bound of an all-
+reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the operand of every rank, and p n bytes
+are written, the result of every rank. The bound is therefore the time in which the same ranks, all at once, read and
+write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a second array would cost another read.
+It is the bandwidth of the caches or the memory that hold so many bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 
-from bench.transports.in_process import LOCAL, Engine, LocalCall, Mpi4py, Shared, Transport
+from bench.timing.sampling import Times
+from bench.transports.in_process import LOCAL, Bound, Engine, LocalCall, Mpi4py, Shared, Transport
 from bench.transports.operations import Buffers, CollectiveCall
-from commengine import CollectiveError, Communicator
+from commengine import CollectiveError, Communicator, Work
 
 MPIX_BFLOAT16 = 0x4C00024C  # of MPICH 5's mpi.h; mpi4py has no name for it
 
@@ -85,6 +87,53 @@ class BesideWindows(Shared):
         return torch.zeros(capacity, dtype=torch.uint8)
 
 
+class Beside(LocalCall):
+    """A call during which another one runs. over: waits for the other one, outside of the measured time."""
+
+    over: Callable[[], object]
+
+    def run(self, count: int) -> tuple[Times, Times]:
+        found = super().run(count)
+        self.over()
+        return found
+
+
+class UnderAllReduce(Engine):
+    """The engine, while an all-reduce of as many bytes runs on a stream, or of LEAST bytes if these are more."""
+
+    name = "under-all-reduce"
+    bound = Beside
+    LEAST = 4 << 20
+
+    def __init__(self, group: Communicator, capacity: int) -> None:
+        super().__init__(group, capacity)
+        self._beside = group.new_stream()
+        self._reduced = torch.zeros(max(capacity, self.LEAST) // 4)
+        self._running: Work | None = None
+
+    def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
+        bound = super().bind(call, in_place)
+        assert isinstance(bound, Beside)
+        reduced, meet = self._reduced[: max(call.nbytes, self.LEAST) // 4], self.meet
+
+        def begin() -> None:
+            self._finish()
+            meet()
+            self._running = self._group.all_reduce(reduced, stream=self._beside)
+
+        bound.meet, bound.over = begin, self._finish
+        return bound
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            self._running.wait()
+            self._running = None
+
+    def close(self) -> None:
+        self._finish()
+        super().close()
+
+
 class Pass(LocalCall):
     """One pass over the call's output, in place."""
 
@@ -119,7 +168,7 @@ class Memory(Shared):
 #: all transports in the rank's own process, by name
 TRANSPORTS: dict[str, Callable[[Communicator, int], Transport]] = {
     **LOCAL,
-    **{made.name: made for made in (BesideWindows, Extension, InFloat32, Memory)},
+    **{made.name: made for made in (BesideWindows, Extension, InFloat32, Memory, UnderAllReduce)},
 }
 
 

@@ -82,8 +82,10 @@ class Distributed(LocalTransport):
             "all_to_all": (dist.all_to_all_single, recv, send),
             "sendrecv": (_exchange, send, (self._rank + 1) % call.ranks, recv, (self._rank - 1) % call.ranks),
             "barrier": (dist.barrier,),
+            "send": (dist.send, send, call.partner(self._rank)),
+            "recv": (dist.recv, recv, call.partner(self._rank)),
         }
-        method, *arguments = calls[call.operation]
+        method, *arguments = calls["recv" if call.operation == "send" and not call.sent(self._rank) else call.operation]
         return partial(method, *arguments)
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:

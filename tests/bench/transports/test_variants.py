@@ -33,6 +33,28 @@ def test_every_transport_is_measured_and_right(tmp_path, operation):
     assert all(row["over"] == 1.0 for row in shared)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", ["send", "sendrecv"])
+def test_a_message_is_right_while_an_all_reduce_runs(mpi_world, operation, monkeypatch):
+    """The all-reduce begins before the message, and is over after it: nothing of it reaches another measurement."""
+    import torch
+
+    from bench.transports.operations import CollectiveCall
+    from bench.transports.variants import UnderAllReduce
+    from commengine import Communicator
+
+    seen = []
+    with Communicator(mpi_world) as world:
+        transport = UnderAllReduce(world, 1 << 20)
+        bound = transport.bind(CollectiveCall.of(operation, torch.float32, "sum", 0, world.size, 1 << 20), False)
+        invoke = bound.invoke
+        bound.invoke = lambda: (seen.append(transport._running is not None), invoke())
+        bound.run(3)
+        assert seen == [True] * 3 and transport._running is None
+        assert bound.wrong() == 0 and transport._reduced.nbytes == UnderAllReduce.LEAST
+        transport.close()
+
+
 def row(transport, seconds, state=None, dtype="float32"):
     return {
         "operation": "all_reduce", "dtype": dtype, "redop": "sum", "in_place": True, "bytes": 8, "state": state,
