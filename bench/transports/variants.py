@@ -2,10 +2,10 @@
 
 One runs a call while an all-reduce runs beside it, as the messages of a pipeline do. Two sum bfloat16 by MPI, which has
 none. One is the engine on private tensors of a group that has windows. One is no collective but the bound of an
-all-reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the operand of every rank, and p n bytes
-are written, the result of every rank. The bound is therefore the time in which the same ranks, all at once, read and
-write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a second array would cost another read.
-It is the bandwidth of the caches or the memory that hold so many bytes.
+all-reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the operand of every rank, and p n
+bytes are written, the result of every rank. The bound is therefore the time in which the same ranks, all at once, read
+and write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a second array would cost another
+read. It is the bandwidth of the caches or the memory that hold so many bytes.
 """
 
 from __future__ import annotations

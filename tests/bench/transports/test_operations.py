@@ -148,7 +148,7 @@ def test_the_sizes_of_every_operation_are_known():
 
 
 def test_no_operation_of_the_engine_is_missing():
-    """Every operation is measured; a send is one rank's, and the recv of another. Those in memory have switch points."""
+    """Every operation is measured; a recv is the other end of a send. Those in memory have switch points."""
     from bench.collective_study import switch_points
     from bench.step_study import recording
     from commengine import operations
