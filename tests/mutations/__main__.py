@@ -22,6 +22,8 @@ ROOT = FOLDER.parent.parent
 PACKAGES = ("commengine", "tplayers", "trainers", "tests", "bench", "examples", "pyproject.toml")
 KINDS = ("device", "packages")
 SECONDS = 300
+#: the tests of make test-cupy
+ON_DEVICE = ("tests/commengine/device", "tests/trainers/pipeline/test_schedule_device.py")
 # pytest's own line, or that of a rank that failed alone while the others wait for it
 FAILURE = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^\[rank \d+\] (\S+::.+?): this rank failed in "
 #: the first line of a patch in packages/
@@ -42,7 +44,7 @@ def runs(patch: Path) -> Iterator[tuple[str, dict[str, str], list[str]]]:
         yield f"{named[1]} ranks", {"RANKS": named[1]}, named[2].split()
         return
     for cupy in sorted(ROOT.glob(".venv/cupy-*[0-9]"), reverse=True):
-        yield cupy.name, {"PYTHONPATH": str(cupy), "RANKS": "2 1 0"}, ["tests/commengine/device"]
+        yield cupy.name, {"PYTHONPATH": str(cupy), "RANKS": "2 1 0"}, list(ON_DEVICE)
 
 
 def found_by(patch: Path, copy: Path) -> str | None:

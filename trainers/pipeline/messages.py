@@ -41,6 +41,7 @@ class StageMessages:
             [pipeline.new_stream(threaded=queued) for _ in range(count)] for _ in ("activations", "gradients")
         )
         self._sent: deque[Work] = deque()  # each keeps its tensor
+        self._connected = pipeline.device.type == "cpu"
 
     def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor], most: int | None = None) -> None:
         """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch.
@@ -48,12 +49,30 @@ class StageMessages:
         most: messages that may be on their way before a further send waits. None: the order bounds them.
         """
         self._most = most
+        if not self._connected and any(orders):
+            self._connect(like)
         rank, after, before = self.pipeline.rank, self._after, self._before
         sent = [self._target(before, action) for action in orders[before] if not action.backward]
         given = [self._target(after, action) for action in orders[after] if action.backward]
         inputs, gradients = self.activation_streams[self._links[before]], self.gradient_streams[self._links[rank]]
         self._inputs = _Inbox(self.pipeline, before, inputs, sent, like, backward=False)
         self._incoming = _Inbox(self.pipeline, after, gradients, given, like, backward=True)
+
+    def _connect(self, like: Callable[[int], Tensor]) -> None:
+        """Send a message over every link in each direction, before a pass.
+
+        NCCL connects two ranks at their first message, and until then it blocks the host. A stage that begins to
+        receive early would wait for its neighbour, which begins to receive from it.
+        """
+        rank, last = self.pipeline.rank, self.pipeline.size if self.chunks > 1 else self.pipeline.size - 1
+        ways = ((self.activation_streams, "send", "recv"), (self.gradient_streams, "recv", "send"))
+        for number in sorted(set(self._links)):
+            for streams, after, before in ways:
+                with self.pipeline.coalesce(stream=streams[number]):
+                    for link, peer, name in ((rank, self._after, after), (self._before, self._before, before)):
+                        if link < last and self._links[link] == number:
+                            getattr(self.pipeline, name)(like(0), peer)
+        self._connected = True
 
     def _target(self, rank: int, action: Action) -> tuple[int, int] | None:
         """(Micro-batch, chunk of the receiver) of what ``rank`` sends after ``action``; None if it sends nothing."""
