@@ -1,7 +1,7 @@
 """Predict training on a cluster that this machine emulates, then train there, and compare.
 
     python -m bench.contest emulator --seed 2 --folder runs/emulator-2 --output emulator.md
-    python -m bench.contest emulator --runs pipelines --output pipelines.md
+    python -m bench.contest emulator --runs pipelines --seed 3 --output pipelines.md
 
 A seed draws the cluster: its devices, links, skew and noise. Jobs of 8 to 64 ranks measure it as a user measures a real
 one: collectives, kernels, and a step of one rank. The fits of bench.study and bench.predict get these measurements and
@@ -107,7 +107,7 @@ def compared(
             "predicted, ms": f"{1e3 * predicted:.1f}", "measured, ms": f"{1e3 * measured:.1f}",
             "error": f"{100 * wrong:+.1f}%",
         }  # fmt: skip
-        if run.stages > 1:
+        if run.stages > 1 and run.tensor == 1:  # with a tensor group a stage also waits for that
             case.facts[run.name] |= {"a stage waits": _waits(steps[run.name]), "by formula": f"{run.bubble:.1%}"}
     case.numbers["across over inside"] = [
         found[ACROSS]["seconds"] / found[INSIDE]["seconds"] for found in (predictions, steps) if ACROSS in found
