@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,21 @@ from .checkpoints import disk
 from .files.writing import check_writable
 from .generation.conversation import History, Lines, converse
 from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
-from .options import Batch, Count, Length, Natural, Seed, Text, ValidRange, between, given, option, require, words_of
+from .options import (
+    AtLeastOne,
+    Batch,
+    Count,
+    Length,
+    Natural,
+    Seed,
+    Text,
+    ValidRange,
+    between,
+    given,
+    option,
+    require,
+    words_of,
+)
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
 from .trained import LoadConfig, Trained, loaded
@@ -37,6 +51,9 @@ Probability = Annotated[float, ValidRange(lambda p: 0 < p <= 1, "must be above 0
 class GenerateConfig(LoadConfig):
     """The settings of `trainers.generate`. A field is the flag of the same name, with dashes."""
 
+    pipeline_model_parallel_size: AtLeastOne = option(
+        1, "pipeline stages that the layers are cut into; a token passes them one after the other"
+    )
     prompt: str | None = option(None, "a text to continue")
     prompts: Text | None = option(
         None, 'a file of texts to continue, one in each line; of .jsonl the "prompt" of the object in each line'
@@ -73,11 +90,21 @@ class GenerateConfig(LoadConfig):
         asked = [self.prompt is not None, self.prompts is not None, self.interactive]
         require(sum(asked) == 1, "--prompt, --prompts, --interactive: want exactly one of them")
         if self.interactive:
-            whole = self.tensor_model_parallel_size == ranks
+            whole = self.model_parallel_size == ranks
             split = given(self, "tensor_model_parallel_size")
             require(whole, f"{split}: must be all {ranks} ranks with --interactive, which talks to one model")
             require(self.num_samples == 1, f"{given(self, 'num_samples')}: must be 1 with --interactive")
             require(self.json is None, "--json: excludes --interactive")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """See `JobConfig.model_parallel_size`."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def grid(self, world: Communicator) -> ProcessGrid:
+        """See `JobConfig.grid`."""
+        stages = self.pipeline_model_parallel_size
+        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=stages)
 
     @property
     def sampling(self) -> Sampling:
@@ -108,7 +135,7 @@ def main(world: Communicator) -> int:
         slide = given(config, "window_slide")
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
         if config.interactive:
-            return _converse(config, world, trained)
+            return _converse(config, grid, trained)
         tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
         _require_memory(config, trained.model, max(map(len, tokens)))
         _write(config, grid, trained, prompts, tokens)
@@ -118,10 +145,10 @@ def main(world: Communicator) -> int:
 def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
     """Raise UsageError if the keys and values of one batch exceed all memory of a machine. longest: prompt, tokens."""
     longest_text = model.config.max_position_embeddings
-    shape = model.config.cost_shape(longest_text, tensor=model.comm.size)
+    shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=len(model.part.numbers))
     rows = config.micro_batch_size * config.num_samples
     tokens = min(longest_text, longest + config.max_new_tokens)
-    element = model.embedding.weight.element_size()
+    element = next(model.parameters()).element_size()
     needed = cost.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
     there = machine_memory(config.device)
     require(
@@ -147,7 +174,7 @@ def _write(
         texts = generate_texts(
             model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
             sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine, stop=config.stops,
-            slide=config.window_slide,
+            slide=config.window_slide, pipeline=grid.pipeline,
         )  # fmt: skip
         return [asdict(text) for text in texts]
 
@@ -181,9 +208,9 @@ def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
     )
 
 
-def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> int:
-    """A conversation on standard input and output: the exit status. Collective over ``world``, without a timeout."""
-    model, tokenizer = trained.model, trained.tokenizer
+def _converse(config: GenerateConfig, grid: ProcessGrid, trained: Trained) -> int:
+    """A conversation on standard input and output: the exit status. Collective over the world, without a timeout."""
+    world, model, tokenizer = grid.world, trained.model, trained.tokenizer
     assert isinstance(model, GPT)
     problem: list[OSError] = []
 
@@ -198,7 +225,7 @@ def _converse(config: GenerateConfig, world: Communicator, trained: Trained) -> 
     def answer(tokens: list[int], turn: int) -> str:
         (text,) = generate_texts(
             model, tokenizer, [tokens], config.max_new_tokens, sampling=config.sampling, seed=config.seed,
-            numbers=[turn], stop=config.stops, slide=config.window_slide, show=show,
+            numbers=[turn], stop=config.stops, slide=config.window_slide, show=show, pipeline=grid.pipeline,
         )  # fmt: skip
         show(0, "\n")
 

@@ -126,17 +126,17 @@ def load_trained(
     lock and writes no file, so it may read the folder of a run that is going on.
 
     folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it; or ``hf:FOLDER`` or
-    ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups
-    share the model, which is on its device. kind: "gpt" or "bert", if no other model will do. iteration: of the
-    checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer: a tokenizer.json or
-    BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its standard error.
-    verify: first compare the files that are read with their checksums.
+    ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups share the
+    model, which is on its device; with a pipeline each of them has a stage. kind: "gpt" or "bert", if no other model
+    will do. iteration: of the checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer:
+    a tokenizer.json or BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its
+    standard error. verify: first compare the files that are read with their checksums.
     asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
     no such checkpoint, if it is damaged or holds another kind of model, or if the model does not split over the grid.
     """
-    grid.require_axes("load_trained", "tensor", "data")
+    grid.require_axes("load_trained", "tensor", "data", "pipeline")
     if of_other_program(load := os.fspath(folder)):
         return _load_other(load, grid, kind=kind, iteration=iteration, dtype=dtype, tokenizer=tokenizer, asked=asked)
 
@@ -144,11 +144,11 @@ def load_trained(
         found, kind_found, state = saved_model(Path(folder), kind, iteration, verify=verify)
         settings = read_settings(found, _CONFIGS[kind_found], state.settings, lambda made: made.model())
         settings = replace(
-            settings, tensor_model_parallel_size=grid.tensor.size, pipeline_model_parallel_size=1,
+            settings, tensor_model_parallel_size=grid.tensor.size, pipeline_model_parallel_size=grid.pipeline.size,
             num_layers_per_virtual_pipeline_stage=None, sequence_parallel=False, recompute_granularity=None,
             pad_attention_heads=True,
         )  # fmt: skip
-        settings.require_split(grid.world.size)
+        _require_split(settings, grid)
         read = None if state.data is None else state.data.model_dump()
         own = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16)
         if checkpoint.CONVERTED_FROM in state.settings:  # may be float64, in which nothing trains
@@ -184,8 +184,9 @@ def _load_other(
             settings = replace(
                 settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
                 bf16=asked_or_found == torch.bfloat16, fp16=asked_or_found == torch.float16, pad_attention_heads=True,
+                pipeline_model_parallel_size=grid.pipeline.size,
             )  # fmt: skip
-            settings.require_split(grid.world.size)
+            _require_split(settings, grid)
             return settings.to_json()
 
         settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
@@ -197,6 +198,14 @@ def _load_other(
         return _trained(fill, settings, grid, asked_or_found, place, 0, tokenizer)
 
 
+def _require_split(settings: TransformerTrainConfig, grid: ProcessGrid) -> None:
+    """Raise UsageError unless the model splits over the grid. Not collective."""
+    settings.require_split(grid.world.size)
+    stages, layers = grid.pipeline.size, settings.num_layers
+    named = f"--pipeline-model-parallel-size {stages}"
+    require(stages <= layers, f"{named}: must be at most {layers}, the layers of the model")
+
+
 def _trained(
     fill: Callable[[GPT | BERT], None], settings: TransformerTrainConfig, grid: ProcessGrid, dtype: torch.dtype,
     found: Path, steps: int, tokenizer: str | os.PathLike[str] | None,
@@ -204,7 +213,7 @@ def _trained(
 ) -> Trained:  # fmt: skip
     """The result of `load_trained`. read: the checkpoint's record of the data (`SampleStream.record`). Collective."""
     with unfilled_parameters():
-        model = settings.network(grid.tensor, dtype)
+        model = settings.stage(grid, dtype)
     fill(model)
     model.requires_grad_(False).to(grid.world.device).eval()
     vocabulary = None if read is None else read["vocabulary"]

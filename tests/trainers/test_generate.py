@@ -33,6 +33,7 @@ WRITING = {
     "drawn": (1, DRAWN),
     "drawn, tensor 2": (2, [*DRAWN, "--tensor-model-parallel-size", "2"]),
     "drawn, data 2": (2, [*DRAWN, "--micro-batch-size", "1"]),
+    "drawn, pipeline 2": (2, [*DRAWN, "--pipeline-model-parallel-size", "2"]),
     "greedy": (2, [*GREEDY, "--tensor-model-parallel-size", "2", "--json", "{dir}/greedy.json"]),
     "with prompts": (1, [*GREEDY, "--print-prompt"]),
     "in float64": (1, [*GREEDY, "--dtype", "float64"]),
@@ -64,6 +65,10 @@ REFUSED = {
     "a BERT": (["--load", "{dir}/bert", *ONE], "--load .*bert.*: holds a BERT, and a GPT is needed"),
     "no tokenizer": (["--load", "{dir}/ids", *ONE], "the run has no tokenizer.*--tokenizer-model FILE"),
     "an empty file": (["--load", "{dir}/gpt", "--prompts", "{dir}/empty.txt"], "empty.txt: holds no prompt"),
+    "more stages than layers": (
+        ["--load", "{dir}/one-layer", *ONE, "--pipeline-model-parallel-size", "2"],
+        "--pipeline-model-parallel-size 2: must be at most 1, the layers of the model",
+    ),
     "no file": (["--load", "{dir}/gpt", "--prompts", "{dir}/none.txt"], "none.txt: there is no such file"),
     "a row without its field": (
         ["--load", "{dir}/gpt", "--prompts", "{dir}/fields.jsonl"], "fields.jsonl: line 2: no key 'prompt'",
@@ -115,12 +120,13 @@ def outcomes(folder, pretrain, tiny, mock):
     runs = {
         "gpt": (2, [*tiny, *data, *learns, "--save", folder / "gpt"]),
         "ids": (2, [*mock, *ids, "--save", folder / "ids"]),
+        "one-layer": (1, [*mock, "--num-layers", "1", "--train-iters", "1", "--save", folder / "one-layer"]),
         "bert": (1, [*of_bert, "--save", folder / "bert"]),
         **WRITING,
         **{name: (2, words) for name, (words, _) in REFUSED.items()},
         "conversation": (2, CONVERSATION, [], SAID),
     }
-    commands = ["pretrain_gpt", "pretrain_gpt", "pretrain_bert", *["generate"] * (len(runs) - 3)]
+    commands = [*["pretrain_gpt"] * 3, "pretrain_bert", *["generate"] * (len(runs) - 4)]
     words = [(n, [str(word).format(dir=folder) for word in given], *more) for n, given, *more in runs.values()]
     return dict(zip(runs, pretrain(*words, command=commands), strict=True))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from commengine import ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank
 from tplayers import GPT, Sampling, generate
 from trainers.data import text_files
@@ -115,6 +115,7 @@ def generate_texts(
     stop: Collection[str] = (),
     slide: int = 1,
     show: Callable[[int, str], None] | None = None,
+    pipeline: Communicator | None = None,
 ) -> list[Text]:
     """The texts that continue prompts of tokens, ``samples`` for each prompt, all in one batch.
 
@@ -142,7 +143,7 @@ def generate_texts(
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
-        stop_tokens=end, after_token=after, slide=slide, warn=False,
+        stop_tokens=end, after_token=after, slide=slide, warn=False, pipeline=pipeline,
     )  # fmt: skip
     texts = []
     for row, tokens in enumerate(found):
@@ -176,5 +177,5 @@ def in_rounds(
         mine: Sequence[int] = [*batches[first : first + grid.data.size], *[()] * grid.data.size][grid.data.rank]
         # An error is the same on all ranks of a tensor group, and reaches those of the other groups.
         found = on_every_rank(grid.world, lambda mine=mine: work(mine) if mine else [])  # type: ignore[misc]
-        gathered = gather_json(grid.world, [] if grid.tensor.rank else found)
+        gathered = gather_json(grid.world, [] if grid.tensor.rank or grid.pipeline.rank else found)
         yield [one for of_rank in gathered for one in of_rank]
