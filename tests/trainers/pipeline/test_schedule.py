@@ -1,11 +1,13 @@
 """Steps of a pipeline: losses, norms, all gradients and parameters are those of the whole model on one rank."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
 from commengine import CollectiveError, Communicator, ProcessGrid
+from commengine.cost import kept_microbatches
 from tests.support.small_models import KINDS
 from tests.support.training import small_runs
 from tplayers import placements
@@ -143,4 +145,54 @@ def test_an_evaluation_has_the_losses_of_one_rank(mpi_world, itself, chunks, kin
         for name, mean in expected.items():
             assert found[name].loss == pytest.approx(mean.loss, rel=1e-10)
             assert found[name].items == mean.items
+        trainer.close()
+
+
+class LiveTensors:
+    """Bytes of the tensors that autograd has saved for backwards and not let go, now and at most."""
+
+    def __init__(self):
+        self.bytes = self.most = 0
+
+    def pack(self, tensor):
+        kept = Kept(tensor)
+        nbytes = tensor.nbytes
+        self.bytes += nbytes
+        self.most = max(self.most, self.bytes)
+        weakref.finalize(kept, self._let_go, nbytes)
+        return kept
+
+    def _let_go(self, nbytes):
+        self.bytes -= nbytes
+
+
+class Kept:
+    """A saved tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_stage_keeps_the_activations_of_so_many_microbatches_as_the_formula_says(mpi_world, count):
+    """min(p - i, m) of stage i (Narayanan et al. 2021, section 2.2), counted by what autograd holds."""
+    config = replace(small_runs.CONFIG, micro_batch_size=2, global_batch_size=2 * count)
+    with Communicator(mpi_world) as world, ProcessGrid(world, pipeline=world.size) as grid:
+        trainer = small_runs.trainer("gpt", grid, config=config, size=2 * count, layers=4)
+        live, each = LiveTensors(), []
+        forward = trainer.schedule._forward
+
+        def counted(*args):
+            before = live.bytes
+            result = forward(*args)
+            each.append(live.bytes - before)
+            return result
+
+        trainer.schedule._forward = counted
+        with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda kept: kept.tensor):
+            trainer.step()
+        expected = kept_microbatches(world.rank, world.size, count)
+        assert len(each) == count and len(set(each)) == 1 and live.bytes == 0
+        # While the backward of one is under way, its forward's tensors are there, and some of its own.
+        assert expected <= live.most / each[0] < expected + 0.5
         trainer.close()
