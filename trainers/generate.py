@@ -92,6 +92,8 @@ class GenerateConfig(LoadConfig):
         if self.interactive:
             whole = self.model_parallel_size == ranks
             split = given(self, "tensor_model_parallel_size")
+            if self.pipeline_model_parallel_size > 1:
+                split += f" times {given(self, 'pipeline_model_parallel_size')}"
             require(whole, f"{split}: must be all {ranks} ranks with --interactive, which talks to one model")
             require(self.num_samples == 1, f"{given(self, 'num_samples')}: must be 1 with --interactive")
             require(self.json is None, "--json: excludes --interactive")

@@ -98,8 +98,8 @@ INSIDE, ACROSS = "tensor 8 x pipeline 2, slow links", "tensor 16, slow links"
 
 
 def _pipelines() -> Iterator[LayoutRun]:
-    tensor, stages, stretch = "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual"
-    stretch += "_pipeline_stage"
+    tensor, stages = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    stretch = "num_layers_per_virtual_pipeline_stage"
     batch = {"global_batch_size": 32}  # 8 micro-batches
     for name, network in (("", "plain"), (", slow links", "slow")):
         yield LayoutRun(f"tensor 8 x pipeline 2{name}", 16, {tensor: 8, stages: 2, **batch}, network)
