@@ -139,15 +139,19 @@ def main(world: Communicator) -> int:
         if config.interactive:
             return _converse(config, grid, trained)
         tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
-        _require_memory(config, trained.model, max(map(len, tokens)))
+        _require_memory(config, trained, max(map(len, tokens)))
         _write(config, grid, trained, prompts, tokens)
     return 0
 
 
-def _require_memory(config: GenerateConfig, model: GPT, longest: int) -> None:
-    """Raise UsageError if the keys and values of one batch exceed all memory of a machine. longest: prompt, tokens."""
+def _require_memory(config: GenerateConfig, trained: Trained, longest: int) -> None:
+    """Raise UsageError if the keys and values of one batch exceed all memory of a machine, on all ranks.
+
+    They are those of the stage with most layers. longest: the tokens of the longest prompt.
+    """
+    model, layers = trained.model, max(len(part.numbers) for part in trained.settings.parts())
     longest_text = model.config.max_position_embeddings
-    shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=len(model.part.numbers))
+    shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=layers)
     rows = config.micro_batch_size * config.num_samples
     tokens = min(longest_text, longest + config.max_new_tokens)
     element = next(model.parameters()).element_size()

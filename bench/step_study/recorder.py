@@ -44,6 +44,10 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
         )
+    if config.deterministic:
+        raise UsageError(
+            "--deterministic: computes one sample at a time, and the formulas count micro-batches; leave it out"
+        )
     return config
 
 

@@ -46,15 +46,16 @@ class Spans:
 
     def __init__(self) -> None:
         self.part, self.phase, self.microbatch = "labels", "", 0
+        self._number: int | None = None  # of the open span
         self._done: list[Span] = []
         self._since = time.perf_counter()
 
     def enter(self, part: str, phase: str = "") -> None:
         """The caller enters another part."""
         now = time.perf_counter()
-        microbatch = self.microbatch if self.phase else None
-        self._done.append(Span(self._since, now, self.part, self.phase, microbatch))
+        self._done.append(Span(self._since, now, self.part, self.phase, self._number))
         self.part, self.phase, self._since = part, phase, now
+        self._number = self.microbatch if phase else None
 
     def take(self) -> list[Span]:
         """Return all spans until now, and begin the next step's."""
@@ -103,11 +104,6 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
             if model.part.ends(options.get("at") or StageInput()):
                 _on_gradient(result, spans, "loss")
 
-        def received(_: Any, args: Any) -> None:
-            """In backward a chunk ends with the gradient of the activations that came into it."""
-            if args[0].requires_grad:
-                args[0].register_hook(lambda _: spans.enter(PIPELINE))
-
         def action(one: Action) -> None:
             spans.microbatch = one.microbatch
 
@@ -118,9 +114,8 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
             hook(module.register_forward_hook(lambda _, __, result: ended(part, result)))
 
         hook(model.register_forward_pre_hook(begins, with_kwargs=True))
-        for chunk in chunks:
-            first = received if chunk.start else lambda _, args: ended("embedding", args[0])
-            hook(model.layers[chunk.start].register_forward_pre_hook(first))
+        if model.part.first:
+            hook(model.layers[0].register_forward_pre_hook(lambda _, args: ended("embedding", args[0])))
         for number in model.part.numbers:
             part, layer = f"layer {number}", model.layers[number]
             ends_with(part, layer)
@@ -133,7 +128,8 @@ def followed(trainer: Trainer) -> Iterator[Spans]:
                 ends_with("pooler", model.order_head)
         hook(model.register_forward_hook(ends, with_kwargs=True))
         _around(stack, trainer.schedule, "about", action)
-        for name in ("activations", "gradient") if trainer.schedule.messages is not None else ():
+        # Waiting, and what follows a backward through layers of which the input came from another stage.
+        for name in ("activations", "gradient", "send_gradient") if trainer.schedule.messages is not None else ():
             _around(stack, trainer.schedule.messages, name, _entering(spans, PIPELINE))
         _around(stack, trainer.gradients, "zero", _entering(spans, "gradients"), _entering(spans, "labels"))
         _around(stack, trainer.gradients, "finish", _entering(spans, "gradients"), _entering(spans, "loss and norm"))

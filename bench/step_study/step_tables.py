@@ -156,13 +156,13 @@ def _phase_order(phase: str) -> int:
 def summary(ranks: Ranks) -> dict[str, list[list[float]]]:
     """For each rank and step, in seconds: the step, communicating, exposed, and skew.
 
-    communicating: some collective runs. exposed: the caller waits for one. skew: the sum over the collectives.
+    communicating: some collective runs. exposed: the caller waits for one. skew: one waits for its last rank.
     """
     return {
         "step": [[step.seconds for step in steps] for steps in ranks],
         "communicating": [[_union([(e.start, e.end) for e in step.events]) for step in steps] for steps in ranks],
         "exposed": [[_union([e.waited for e in step.events if e.waited]) for step in steps] for steps in ranks],
-        "skew": [[sum(e.skew for e in step.events) for step in steps] for steps in ranks],
+        "skew": [[_union([(e.start, e.start + e.skew) for e in step.events]) for step in steps] for steps in ranks],
     }
 
 

@@ -6,6 +6,7 @@ before the receive begins, which a replay does not.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
@@ -21,9 +22,11 @@ def check_ends(what: Recording) -> None:
 
     The replay is played without times. A collective ends when all ranks of its group have come to it, and a message
     when both ranks have. Of a call on a stream, a rank waits only where the recording does. The calls of a stream run
-    one after the other.
+    one after the other, but for streams of messages alone: no message waits for another one there (`replaying`).
     """
     steps = [deque(_steps(calls)) for calls in what.calls]
+    queues = {(call.group, call.stream) for calls in what.calls for call in calls if call.stream}
+    free = {queue for queue in queues if what.only_messages(*queue)}
     begun: list[defaultdict[_Queue, deque[tuple[int, list[_Meeting]]]]] = [defaultdict(deque) for _ in steps]
     counts: list[Counter[tuple[_Queue, tuple[int, int] | None]]] = [Counter() for _ in steps]
     came: defaultdict[_Meeting, set[int]] = defaultdict(set)
@@ -43,16 +46,14 @@ def check_ends(what: Recording) -> None:
                     needs.append((queue, message, counts[rank][queue, message]))
                     counts[rank][queue, message] += 1
                 begun[rank][queue].append((number, needs))
-            for (group, _), calls in begun[rank].items():
-                if not calls:
-                    continue
-                number, needs = calls[0]
-                for one in needs:
-                    came[one].add(rank)
-                if all(len(came[one]) == (2 if one[1] else len(what.groups[group].ranks)) for one in needs):
-                    calls.popleft()
-                    ended.add((rank, number))
-                    moves = True
+            for queue, calls in begun[rank].items():
+                for number, needs in list(calls if queue in free else itertools.islice(calls, 1)):
+                    for one in needs:
+                        came[one].add(rank)
+                    if all(len(came[one]) == (2 if one[1] else len(what.groups[queue[0]].ranks)) for one in needs):
+                        calls.remove((number, needs))
+                        ended.add((rank, number))
+                        moves = True
     stuck = [_named(what, rank, left[0][1]) for rank, left in enumerate(steps) if left]
     if stuck:
         raise UsageError(f"a replay would not end, because ranks wait for each other: {', '.join(stuck[:2])}")

@@ -417,6 +417,7 @@ def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
         (["--save-format", "chakra"], "--save-format goes with --save"),
         (["--stepz", "1"], "unrecognized arguments: --stepz 1"),
         (["--compile"], "--compile: a compiled graph runs no hooks"),
+        (["--deterministic", "--global-batch-size", "8"], "--deterministic: computes one sample at a time"),
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: does not divide the 4 ranks"),
         (["--num-attention-heads", "1", *TP2], "--num-attention-heads 1"),
         (["--data-path", "x"], "--mock-data: cannot go with --data-path"),

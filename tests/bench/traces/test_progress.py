@@ -36,6 +36,16 @@ def test_what_ends():
     check_ends(Recording(PAIR, (one, other)))
     check_ends(Recording(PAIR, ((call("all_reduce", 0, stream=1),),) * 2))  # nobody waits until the replay's end
     check_ends(Recording((), ((), ())))
+    # A stage begins to receive, and sends meanwhile: a stream of messages alone has no order.
+    early = (
+        call("recv", 0, root=1, stream=1, waited=5), call("send", 1, root=1, stream=1),
+        call("recv", 0, root=1, stream=1, waited=6),
+    )  # fmt: skip
+    late = (call("recv", 0, root=0, stream=1, waited=1), call("send", 2, root=0, stream=1),
+            call("send", 3, root=0, stream=1))  # fmt: skip
+    check_ends(Recording(PAIR[:1], (early, late)))
+    with pytest.raises(UsageError, match="rank 0 in recv of 8 bytes"):  # in order it would not end
+        check_ends(Recording(PAIR[:1], ((*early, call("barrier", 7, stream=1)), (*late, call("barrier", 7, stream=1)))))
 
 
 @pytest.mark.parametrize(
