@@ -233,5 +233,7 @@ def test_a_rank_that_does_not_come_is_named(job, way):
         r"^(?:.*CollectiveTimeout: )?\[rank 0\] \S+ #\d .* is not done.*\n(?:missing: .*\n)+", done.stderr, re.M
     )
     assert report, done.stderr
-    named = re.findall(r"missing: (rank \d+, \S+ #\d+)", report[0])
-    assert named == [missing], done.stderr
+    named = dict(re.findall(r"missing: (rank \d+, \S+ #\d+) \((.*)\)", report[0]))
+    # On a loaded machine the watcher of a rank that waits, too, may answer too late.
+    late = [rank for rank, why in named.items() if rank != missing and why == "it does not answer"]
+    assert [rank for rank in named if rank not in late] == [missing], done.stderr
