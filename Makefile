@@ -157,8 +157,9 @@ test-quick: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/python tests/run --long $(ARGS)
 
-# The device path over the real CuPy, without a GPU: two versions, each in a folder of its own, because .venv has none.
 ON_DEVICE := tests/commengine/device tests/trainers/pipeline/test_schedule_device.py
+
+# The device path over the real CuPy, without a GPU: two versions, each in a folder of its own, because .venv has none.
 # 2 minutes; the first time it downloads 250 MB.
 test-cupy: $(CUPY:%=.venv/cupy-%)
 	$(foreach version,$(CUPY),PYTHONPATH=.venv/cupy-$(version) $(BIN)/python tests/run $(ON_DEVICE) $(ARGS) &&) :

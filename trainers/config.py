@@ -86,13 +86,18 @@ class JobConfig:
     )
 
     @property
+    def stages(self) -> int:
+        """The stages of the pipeline: more than one only in a command that has the option."""
+        return 1
+
+    @property
     def model_parallel_size(self) -> int:
         """The ranks that one model is split over. The ranks are this number times the data-parallel size."""
-        return self.tensor_model_parallel_size
+        return self.tensor_model_parallel_size * self.stages
 
     def grid(self, world: Communicator) -> ProcessGrid:
         """The groups of the job. Collective over ``world``."""
-        return ProcessGrid(world, tensor=self.tensor_model_parallel_size)
+        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=self.stages)
 
     @property
     def order(self) -> Order | None:
@@ -106,7 +111,7 @@ class JobConfig:
         sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
         split = given(self, "tensor_model_parallel_size")
         require(ranks % tensor == 0, f"{split}: does not divide the {ranks} ranks; {sizes} do")
-        stages = f"--pipeline-model-parallel-size {whole // tensor}"
+        stages = f"--pipeline-model-parallel-size {self.stages}"
         fits = [n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0]
         require(ranks % whole == 0, f"{stages}: does not divide the {ranks} ranks, with {split}; {fits} do")
 

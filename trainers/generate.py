@@ -99,14 +99,9 @@ class GenerateConfig(LoadConfig):
             require(self.json is None, "--json: excludes --interactive")
 
     @property
-    def model_parallel_size(self) -> int:
-        """See `JobConfig.model_parallel_size`."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    def grid(self, world: Communicator) -> ProcessGrid:
-        """See `JobConfig.grid`."""
-        stages = self.pipeline_model_parallel_size
-        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=stages)
+    def stages(self) -> int:
+        """See `JobConfig.stages`."""
+        return self.pipeline_model_parallel_size
 
     @property
     def sampling(self) -> Sampling:

@@ -46,7 +46,7 @@ class LayoutRun:
         """The share of a pass in which a stage waits by the formula, if all stages have the same work."""
         config = self.config()
         replicas = self.ranks // (self.tensor * self.stages)
-        microbatches = (config.global_batch_size or 0) // (config.micro_batch_size * replicas)
+        microbatches = config.batch_size(replicas) // (config.micro_batch_size * replicas)
         ratio = cost.bubble(self.stages, microbatches, config.chunks)
         return ratio / (1 + ratio)
 

@@ -175,7 +175,7 @@ class EmulatedTransport:
         about = dict(zip(operation.arguments, args, strict=True))
         counted = about[operation.counted].nbytes if operation.counted else 0
         members, name = self._members, operation.name
-        if operation.pairwise:  # another sequence for each direction of a pair
+        if name in ("send", "recv"):  # another sequence for each direction of a pair
             peer = members[about["dst" if name == "send" else "src"]]
             members, name = [self._rank.rank, peer][:: 1 if name == "send" else -1], MESSAGE
         self._rank.collective(

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tplayers import BERT, StageInput
+from tplayers import BERT, ModelPart, StageInput
 from tplayers.models.transformer import Transformer
 from trainers.pipeline.orders import Action
 from trainers.training.trainer import Trainer
@@ -74,6 +74,16 @@ def parts_of(model: Transformer) -> list[str]:
     if isinstance(model, BERT):
         heads = ["MLM head", "output layer", *(["pooler"] if model.config.binary_head else [])]
     return ["embedding", *(f"layer {number}" for number in range(len(model.layers))), *heads, "loss"]
+
+
+def chunk_of(part: ModelPart, name: str) -> int | None:
+    """The number of the chunk that runs a part of the model, by its name in `parts_of`; None if another rank does."""
+    if name.startswith("layer "):
+        number = int(name.split()[1])
+        return next((chunk for chunk, numbers in enumerate(part.chunks) if number in numbers), None)
+    if name == "embedding":
+        return 0 if part.first else None
+    return len(part.chunks) - 1 if part.last else None
 
 
 @contextmanager

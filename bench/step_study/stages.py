@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.step_study.spans import Span
+from bench.step_study.spans import Span, chunk_of
 from bench.step_study.traced_step import TracedStep
 from commengine import GridLayout, cost
 from tplayers import ModelPart
@@ -30,8 +30,8 @@ def stage_rows(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> l
     if stages == 1:
         return []
     layout = GridLayout(len(ranks), config.tensor_model_parallel_size, pipeline=stages)
-    count = (config.global_batch_size or config.micro_batch_size * layout.data) // config.micro_batch_size
-    microbatches, parts = count // layout.data, config.parts()
+    microbatches, parts = config.batch_size(layout.data) // (config.micro_batch_size * layout.data), config.parts()
+    orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
     free = cost.bubble(stages, microbatches, chunks)
     rows = []
     for group in [layout.group(rank, "pipeline") for rank in range(len(ranks)) if layout.place(rank)["pipeline"] == 0]:
@@ -43,7 +43,6 @@ def stage_rows(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> l
             for backward in (False, True)
             for chunk in range(chunks)
         }
-        orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
         scheduled = cost.timeline(orders, seconds)
         for stage, rank in enumerate(group):
             of_phase = {
@@ -71,8 +70,8 @@ def _spent(spans: Sequence[Span], part: ModelPart) -> dict[tuple[bool, int], flo
     found = {(backward, chunk): 0.0 for backward in (False, True) for chunk in range(len(part.chunks))}
     for span in spans:
         if span.phase:
-            name = f"layers.{span.part.split()[1]}." if span.part.startswith("layer ") else ""
-            chunk = part.chunk_of(name) if name else 0 if span.part == "embedding" else len(part.chunks) - 1
+            chunk = chunk_of(part, span.part)
+            assert chunk is not None  # the rank has run it
             found[span.phase != "forward", chunk] += span.end - span.start
     return found
 

@@ -53,7 +53,7 @@ def _bandwidth(nbytes: int, times: dict[str, list[float]]) -> float:
 
 
 def _bus_factor(operation: str, ranks: int) -> float:
-    return cost.bus_factor("p2p" if OPERATIONS[operation].pairwise else operation, ranks)
+    return cost.bus_factor(OPERATIONS[operation].formula or operation, ranks)
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, float]:

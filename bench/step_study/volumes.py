@@ -19,6 +19,7 @@ from tplayers import ModelPart
 from trainers.tasks.bert import BERTTrainConfig
 
 from .recorder import TracedConfig
+from .spans import chunk_of
 
 TIED = "embedding.weight"
 ALIGNMENT = 64  # in a flat buffer a parameter begins at a multiple of so many elements
@@ -139,11 +140,13 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
     )  # fmt: skip
     model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=predictions)
-    times = (config.global_batch_size or batch * data) // (batch * data)
+    times = config.batch_size(data) // (batch * data)
     shared = cost.key_value_collectives(shape, batch, tensor, element_bytes=size, recompute=recompute)
     in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
     of_layers = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
-    found = [one for many in of_layers for one in _by_layer(many, shape.layers) if _runs(part, one.what.part)]
+    found = [
+        one for many in of_layers for one in _by_layer(many, shape.layers) if chunk_of(part, one.what.part) is not None
+    ]
     if stages > 1:
         sent = cost.stage_messages(
             shape, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
@@ -175,13 +178,6 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     terms = 1 + order_head
     scalars = cost.scalar_collectives(tensor, data, pipeline=stages, zero1=zero1, fp16=config.fp16, terms=terms)
     return found + [Expected(group, one) for group, one in scalars]
-
-
-def _runs(part: ModelPart, name: str) -> bool:
-    """Whether the rank of ``part`` runs a part of a model."""
-    if name.startswith("layer "):
-        return int(name.split()[1]) in part.numbers
-    return part.first if name == "embedding" else part.last
 
 
 def _by_layer(one: Expected, layers: int) -> list[Expected]:

@@ -193,7 +193,7 @@ class Engine(LocalTransport):
             "send": (send, call.partner(self._rank)),
             "recv": (recv, call.partner(self._rank)),
         }
-        name = "recv" if call.operation == "send" and not call.sent(self._rank) else call.operation
+        name = call.called(self._rank)
         return partial(getattr(self._comm, name), *arguments[name], stream=self._stream)
 
 
@@ -311,7 +311,7 @@ class Mpi4py(LocalTransport):
             "send": (comm.Send, source, call.partner(self._rank)),
             "recv": (comm.Recv, target, call.partner(self._rank)),
         }
-        method, *arguments = calls["recv" if call.operation == "send" and not call.sent(self._rank) else call.operation]
+        method, *arguments = calls[call.called(self._rank)]
         return partial(method, *arguments)
 
 

@@ -123,12 +123,16 @@ class CollectiveCall:
         """The rank of the other half to which ``rank`` sends, or from which it receives, in a send."""
         return (rank + self.ranks // 2) % self.ranks
 
+    def called(self, rank: int) -> str:
+        """The operation that ``rank`` calls: the second half of the ranks receives what the first half sends."""
+        return "recv" if self.operation == "send" and rank >= self.ranks // 2 else self.operation
+
     def sent(self, rank: int) -> list[TableSlice]:
         """The contents of ``rank``'s input buffer, in order; nothing if the rank gives no input."""
         operation = self.operation
         if operation == "barrier" or (operation in ("broadcast", "scatter") and rank != self.root):
             return []
-        if operation == "send" and rank >= self.ranks // 2:
+        if self.called(rank) == "recv":
             return []
         elements = self.whole if operation in ("reduce_scatter", "scatter", "all_to_all") else self.count
         return [TableSlice(self._tables[rank], 0, elements)]
@@ -138,7 +142,7 @@ class CollectiveCall:
         operation, count, tables = self.operation, self.count, self._tables
         if operation == "barrier" or (operation in ("reduce", "gather") and rank != self.root):
             return []
-        if operation == "send" and rank < self.ranks // 2:
+        if self.called(rank) == "send":
             return []
         start = rank * count if operation in ("reduce_scatter", "scatter", "all_to_all") else 0
         if operation in REDUCING:

@@ -21,12 +21,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def folder(mpi_world, tmp_path):
-    """One folder for all ranks."""
-    return mpi_world.bcast(tmp_path)
-
-
 def counted(monkeypatch, moved):
     """Add up in ``moved`` what every collective is given, by group: not what a trace says of it."""
     from commengine import Communicator

@@ -30,18 +30,19 @@ ALSO_ON_FOUR = pytest.mark.sizes(2, 4)
 SBH = 16 * 2 * 32  # elements of an activation
 
 
-@pytest.fixture
-def world(mpi_world):
+def counted(patch, moved):
+    """Note in ``moved`` what the methods of communicators are given: not what a trace says of it."""
     from commengine import Communicator
 
-    with Communicator(mpi_world) as world:
-        yield world
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "send", "recv"):
+        original = getattr(Communicator, name)
 
+        def method(self, *tensors, original=original, name=name, **more):
+            if self.name in ("tensor", "tensor/block2", "data", "pipeline", "ends") and self.size > 1:
+                moved.append((self.name, name, max(t.nbytes for t in tensors if hasattr(t, "nbytes"))))
+            return original(self, *tensors, **more)
 
-@pytest.fixture
-def folder(mpi_world, tmp_path):
-    """One folder for all ranks."""
-    return mpi_world.bcast(tmp_path)
+        patch.setattr(Communicator, name, method)
 
 
 def counts(result, part):
@@ -137,20 +138,10 @@ def check_chrome(entries, ranks):
     ],
 )  # fmt: skip
 def test_formulas_hold_whatever_the_step_is(options, world, folder):
-    from commengine import Communicator
-
     moved = []
     result = folder / "step.json"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "reduce_scatter", "all_gather"):
-            original = getattr(Communicator, name)
-
-            def method(self, *tensors, original=original, name=name, **more):
-                if self.name in ("tensor", "tensor/block2", "data") and self.size > 1:
-                    moved.append((self.name, name, max(t.nbytes for t in tensors if hasattr(t, "nbytes"))))
-                return original(self, *tensors, **more)
-
-            patch.setattr(Communicator, name, method)
+        counted(patch, moved)
         assert step.main(world, [*TINY, *options, "--warmup", "0", "--steps", "1", "--json", str(result)]) == 0
     world.barrier()
     found = json.loads(result.read_text())

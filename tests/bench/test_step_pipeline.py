@@ -10,40 +10,10 @@ from bench import step
 from bench.step_study import recorder, stages, volumes
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
-from tests.bench.test_step import BERT, LLAMA, TINY, TP2
+from tests.bench.test_step import BERT, LLAMA, TINY, TP2, counted
 
 PP2 = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
 INTERLEAVED = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "send", "recv")
-
-
-@pytest.fixture
-def world(mpi_world):
-    from commengine import Communicator
-
-    with Communicator(mpi_world) as world:
-        yield world
-
-
-@pytest.fixture
-def folder(mpi_world, tmp_path):
-    """One folder for all ranks."""
-    return mpi_world.bcast(tmp_path)
-
-
-def counted(patch, moved):
-    """Note in ``moved`` what the methods of communicators are given: not what a trace says of it."""
-    from commengine import Communicator
-
-    for name in OPERATIONS:
-        original = getattr(Communicator, name)
-
-        def method(self, *tensors, original=original, name=name, **more):
-            if self.name in ("tensor", "data", "pipeline", "ends") and self.size > 1:
-                moved.append((self.name, name, max(t.nbytes for t in tensors if hasattr(t, "nbytes"))))
-            return original(self, *tensors, **more)
-
-        patch.setattr(Communicator, name, method)
 
 
 @pytest.mark.mpi(min_size=2)

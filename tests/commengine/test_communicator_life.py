@@ -210,7 +210,8 @@ ENDS = {
     "close stopped at the very last wait": (
         3, MULTIPLE,
         "from commengine.timeout.watcher import Watch\n"
-        f"if world.rank == 2:\n    Watch._leave = lambda _: {STOP}\n{TIMED}timed.close()",
+        # Another rank has a second to answer, and not a quarter of 1.5 s, which three ranks on two cores may need.
+        f"if world.rank == 2:\n    Watch._leave = lambda _: {STOP}\n{TIMED.replace('1.5', '4')}timed.close()",
         "rank 2, close #1", True,
     ),
     "close after an error": (
@@ -233,7 +234,5 @@ def test_a_rank_that_does_not_come_is_named(job, way):
         r"^(?:.*CollectiveTimeout: )?\[rank 0\] \S+ #\d .* is not done.*\n(?:missing: .*\n)+", done.stderr, re.M
     )
     assert report, done.stderr
-    named = dict(re.findall(r"missing: (rank \d+, \S+ #\d+) \((.*)\)", report[0]))
-    # On a loaded machine the watcher of a rank that waits, too, may answer too late.
-    late = [rank for rank, why in named.items() if rank != missing and why == "it does not answer"]
-    assert [rank for rank in named if rank not in late] == [missing], done.stderr
+    named = re.findall(r"missing: (rank \d+, \S+ #\d+)", report[0])
+    assert named == [missing], done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from commengine import Communicator, ProcessGrid, cost
+from commengine import cost
 from commengine.cost import TransformerShape
 from tplayers import ModelPart
 from trainers.options import AtLeastOne, Layers, given, option, require
@@ -33,20 +33,15 @@ class StagesConfig(LayerConfig):
     )
 
     @property
-    def model_parallel_size(self) -> int:
-        """See `JobConfig.model_parallel_size`."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+    def stages(self) -> int:
+        """See `JobConfig.stages`."""
+        return self.pipeline_model_parallel_size
 
     @property
     def chunks(self) -> int:
         """The stretches of layers of a stage."""
         each = self.num_layers_per_virtual_pipeline_stage
         return 1 if each is None else self.num_layers // (self.pipeline_model_parallel_size * each)
-
-    def grid(self, world: Communicator) -> ProcessGrid:
-        """See `JobConfig.grid`."""
-        stages = self.pipeline_model_parallel_size
-        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=stages)
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""

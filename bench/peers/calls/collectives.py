@@ -85,7 +85,7 @@ class Distributed(LocalTransport):
             "send": (dist.send, send, call.partner(self._rank)),
             "recv": (dist.recv, recv, call.partner(self._rank)),
         }
-        method, *arguments = calls["recv" if call.operation == "send" and not call.sent(self._rank) else call.operation]
+        method, *arguments = calls[call.called(self._rank)]
         return partial(method, *arguments)
 
     def _finished(self, start: Callable[[], Any]) -> Callable[[], object]:

@@ -10,7 +10,7 @@ import torch
 from bench.contest import __main__ as command
 from bench.contest import norm_placement
 from bench.contest.norm_placement import DeepRun
-from commengine import Communicator, UsageError
+from commengine import UsageError
 from tests.bench.contest.stand_ins import rows_of
 from trainers.data.sentence_samples import open_masked_corpus
 from trainers.tasks.training import transformer_trainer
@@ -21,12 +21,6 @@ TINY = [
     "--global-batch-size", "4", "--micro-batch-size", "1", "--lr-warmup-iters", "2", "--depths", "1", "3",
     "--steps", "6", "--slice", "2",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def world(mpi_world):
-    with Communicator(mpi_world) as world:
-        yield world
 
 
 @pytest.fixture

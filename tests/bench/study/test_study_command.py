@@ -12,7 +12,7 @@ import pytest
 from bench.command.start import progress
 from bench.study import __main__ as study
 from bench.study import sizes
-from commengine import Communicator, UsageError
+from commengine import UsageError
 from tests.bench.study.test_reporting import Page, check_stands_alone
 from tests.support import mpirun
 from tests.support.lab.hosts import emulated_hosts, why_not
@@ -24,12 +24,6 @@ TINY = [
 ]  # fmt: skip
 SHORT = ["--minutes", "0.001", "--max-bytes", "16K"]
 UNITS = 4 * 3  # four operations at 4 B, 256 B and 16 KB: the sizes that are measured whatever the time
-
-
-@pytest.fixture
-def world(mpi_world):
-    with Communicator(mpi_world) as world:
-        yield world
 
 
 @pytest.fixture

@@ -186,12 +186,6 @@ def test_a_ring_that_sends_first_is_replayed_and_a_deadlock_is_refused(tmp_path)
         read(write(tmp_path, *wrong))
 
 
-@pytest.fixture
-def folder(mpi_world, tmp_path):
-    """One folder for all ranks."""
-    return mpi_world.bcast(tmp_path)
-
-
 def communicate(world, stream, windows):
     """All kinds of calls, on this rank."""
     import torch
