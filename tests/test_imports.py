@@ -38,7 +38,7 @@ ROOMS = {
         {"host_copy", "checks", "functions", "recompute", "dropout_kernel"},
         {"rng", "regions", "movement"},
         {"placement", "cross_entropy"},
-        {"linear", "norm", "fields"},  # fields: layers on fields that are split in space
+        {"linear", "norm", "fields", "context"},  # fields, context: split in space, and along the sequence
         {"embedding", "attention", "mlp"},
         {"models"},
         {"canonical"},  # the same layers and models, with the same bits at every tensor-parallel size

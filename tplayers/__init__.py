@@ -9,6 +9,8 @@ from .attention.self_attention import DropoutMask as DropoutMask
 from .attention.self_attention import SelfAttention as SelfAttention
 from .canonical.layers import use_canonical_shards as use_canonical_shards
 from .canonical.shards import CanonicalShards as CanonicalShards
+from .context.group import ContextGroup as ContextGroup
+from .context.group import ContextMethod as ContextMethod
 from .cross_entropy import class_cross_entropy as class_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding

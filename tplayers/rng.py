@@ -101,11 +101,12 @@ def _hash_of_site(site: str) -> int:
 _hash_of_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
+def dropout(x: Tensor, p: float, keys: Tensor, first_row: int | Tensor = 0) -> Tensor:
     """Zero each element of ``x`` with probability ``p`` and scale the rest by 1 / (1 - p).
 
     x: [s, b, h] with ``keys`` [b], or [b, heads, s, k] with ``keys`` [b, heads].
-    first_row: the global position of row 0 of the s dimension, if the sequence is split.
+    first_row: the global position of row 0 of the s dimension, if the sequence is split; or those of all rows, int64
+    [s], if its parts are not neighbours.
     """
     if keys.shape != (x.shape[1:2] if keys.dim() == 1 else x.shape[:2]):
         raise ValueError(f"{list(keys.shape)} dropout keys do not fit an input of shape {list(x.shape)}")
@@ -113,15 +114,19 @@ def dropout(x: Tensor, p: float, keys: Tensor, first_row: int = 0) -> Tensor:
     return dropped(x, p, dropout_mask(p, keys.to(x.device), rows, x.shape[-1], first_row))
 
 
-def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int = 0) -> Tensor:
+def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int | Tensor = 0) -> Tensor:
     """The mask of `dropout` with ``keys``: bool [rows, b, columns] or [b, heads, rows, columns], True where x stays."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} is not within 0 to 1")
-    if (mask := drawn_mask(keys, rows, columns, first_row, _least(p))) is not None:
-        return mask
-    counters = torch.arange(
-        first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device
-    ).to(torch.int32)
+    if isinstance(first_row, Tensor):
+        counters = first_row[:, None] * columns + torch.arange(columns, dtype=torch.int64, device=keys.device)
+    else:
+        if (mask := drawn_mask(keys, rows, columns, first_row, _least(p))) is not None:
+            return mask
+        counters = torch.arange(
+            first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device
+        )  # fmt: skip
+    counters = counters.to(torch.int32)
     if keys.dim() == 1:
         return keep_mask(counters.view(rows, 1, columns), keys.view(1, -1, 1), p)
     return keep_mask(counters.view(rows, columns), keys[:, :, None, None], p)

@@ -24,9 +24,9 @@ B, S, H, HEADS, VOCAB = 2, 8, 8, 4, 16
 F64 = torch.float64
 #: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
 NO_FUNCTIONS = {
-    "ModelPart", "StageInput", "first_copies", "whole_placements",
-    "BERTConfig", "CanonicalShards", "Constant", "DropoutMask", "GPTConfig", "Gelu", "KeyValueCache", "NormPlacement",
-    "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute", "RopeScaling", "Sampling",
+    "ModelPart", "StageInput", "first_copies", "whole_placements", "BERTConfig", "CanonicalShards", "Constant",
+    "ContextGroup", "ContextMethod", "DropoutMask", "GPTConfig", "Gelu", "KeyValueCache", "NormPlacement", "Normal",
+    "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute", "RopeScaling", "Sampling",
     "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter", "all_reduce_together", "generate",
     "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan", "require_divisible",
     "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",

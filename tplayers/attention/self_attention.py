@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 from tplayers.checks import require_within
+from tplayers.context.group import ContextGroup
 from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear, columns_together
 from tplayers.placement import Normal, require_one_of
 from tplayers.recompute import recomputed
@@ -68,6 +69,11 @@ class SelfAttention(nn.Module):
 
     rotation: turns queries and keys, of the positions of the whole sequence (`rotary.Rotation`); None: does not.
 
+    context: the ranks that share each sequence, or None. x then has this rank's positions (`ContextGroup.positions`),
+        ``rotation`` is of these, ``padding`` is of the whole sequence, and there is no ``cache`` (else ValueError). Its
+        ``causal`` must be the layer's (else ValueError). With "ring" and "gather" the scores never exist as a whole, so
+        ``recompute_core`` changes nothing.
+
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
     `scaled_dot_product_attention`.
@@ -90,10 +96,13 @@ class SelfAttention(nn.Module):
         recompute_core: bool = False,
         output_init: Normal = DEFAULT_INIT,
         site: str = "attention",
+        context: ContextGroup | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         require_one_of(DROPOUT_MASKS, dropout_mask=dropout_mask)
+        if context is not None and context.causal != causal:
+            raise ValueError(f"causal={causal} differs from that of the context group, {context.causal}")
         if head_size is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
         head_size = hidden_size // num_heads if head_size is None else head_size
@@ -103,7 +112,9 @@ class SelfAttention(nn.Module):
         self.heads = heads.heads(comm.rank)
         #: query heads that are no padding among keys and values of others
         self.real_heads = heads.real_heads(comm.rank)
-        self.rank = comm.rank
+        self.context = None if context is None or context.comm.size == 1 else context
+        #: which masks of "fused" dropout are this rank's own
+        self.rank = comm.rank if self.context is None else comm.rank + comm.size * self.context.comm.rank
         self.head_size = head_size
         #: heads of keys and values that this rank computes with
         self.kv_heads = heads.local_groups
@@ -151,6 +162,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if cache is not None and (not self.causal or self.training or padding is not None):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
+        if cache is not None and self.context is not None:
+            raise ValueError("a key-value cache excludes a context group, whose ranks have parts of a sequence")
         q, k, v = self._projected(x)
         if rotation is not None:
             # The values as a view would keep the memory of the keys before their rotation, too.
@@ -163,7 +176,8 @@ class SelfAttention(nn.Module):
                 q, seen.keys, seen.values, seen.mask, is_causal=seen.causal, enable_gqa=self.grouped
             )
         else:
-            bias = None if padding is None else padding_bias(padding, b, s, q.dtype, causal=self.causal)
+            whole = s if self.context is None else s * self.context.comm.size
+            bias = None if padding is None else padding_bias(padding, b, whole, q.dtype, causal=self.causal)
             context = self._context(q, k, v, self._drawn(randomness), bias)
         if self.real_heads < self.num_heads:  # else the padding of the projection would get a gradient
             context = F.pad(context[:, : self.real_heads], (0, 0, 0, 0, 0, self.num_heads - self.real_heads))
@@ -171,6 +185,12 @@ class SelfAttention(nn.Module):
         return result
 
     def _context(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None) -> Tensor:
+        """Attention to the whole sequence."""
+        if self.context is None:
+            return self._kept(q, k, v, drawn, bias)
+        return self.context.attention(q, k, v, drawn, bias, dropout=self.attention_dropout, core=self._kept)
+
+    def _kept(self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None) -> Tensor:
         """`_core`, computed again in the backward if that is asked for."""
         if self.recompute_core and torch.is_grad_enabled():
             return recomputed(self._core, q, k, v, drawn, bias)

@@ -77,17 +77,22 @@ class BERTEncoder(Transformer):
         first = self.rows(hidden, torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device))
         if self.config.sequence_parallel:
             first = reduce_own_from_tensor_parallel_region(first, self.comm)
+        if self.context is not None:  # of which the first rank has it
+            first = reduce_own_from_tensor_parallel_region(first, self.context.comm)
         return torch.tanh(self.pooler(first[0]))
 
     def rows(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The rows [K, b, h] of ``hidden`` at ``positions`` [K, b].
 
-        With sequence_parallel ``hidden`` is this rank's shard, and the rows of other ranks' shards are 0.
+        With sequence_parallel or a context group ``hidden`` is this rank's part, and the rows of other ranks are 0.
         """
         s, b, h = hidden.shape
         elsewhere = None
-        if self.config.sequence_parallel:
-            positions = positions - self.comm.rank * s
+        if self.config.sequence_parallel or self.context is not None:
+            part = self.comm.rank if self.config.sequence_parallel else 0
+            if self.context is not None:  # without a causal mask its parts are contiguous
+                part += self.context.comm.rank * (self.comm.size if self.config.sequence_parallel else 1)
+            positions = positions - part * s
             elsewhere = (positions < 0) | (positions >= s)
             positions = positions.masked_fill(elsewhere, 0)
         numbers = (positions * b + torch.arange(b, dtype=torch.int64, device=hidden.device)).reshape(-1)
@@ -117,6 +122,9 @@ class BERT(BERTEncoder):
         (`column_parallel_linear`).
     part: the layers that this rank has. at: where in them a pass begins. A chunk without the output layer returns (its
     activations [s, b, h], or this rank's shard of them, None) for the next one.
+    context: the ranks that share each sequence (`Transformer`). Without ``positions`` the results of masked tokens are
+    those of this rank's positions. With them all K are there, and losses of other ranks' positions are 0. Losses of
+    sentence order are 0 on all ranks but the first of the group.
 
     Raises ValueError for a shape that does not fit and, on the host if not compiled, for a number outside its range.
 
@@ -147,16 +155,30 @@ class BERT(BERTEncoder):
         hidden = self.hidden_states(tokens, randomness, token_types, padding, at=at)
         if not self.part.ends(at or StageInput()):
             return hidden, None
-        rows, asked = hidden, tokens.shape[1]
+        rows, asked = hidden, tokens.shape[1] if self.context is None else self.context.part(tokens.shape[1])
         if positions is not None:
             rows, asked = self._at_positions(hidden, positions), positions.shape[1]
         scores = (self.logits if labels is None else self._scores)(self.mlm_head(rows), self.mlm_head.bias)
         order = self.order_head(self.pooled(hidden)) if self.config.binary_head else None
         if labels is None:
             return scores[:asked].transpose(0, 1), order
+        labels, order_labels = self._of_own_positions(labels, order_labels, positions, tokens.shape[1])
         wanted = F.pad(labels.t(), (0, 0, 0, scores.shape[-3] - asked), value=IGNORED)
         losses = self._losses(scores, wanted)
         return losses[:asked].t(), None if order is None else _order_losses(order, order_labels)
+
+    def _of_own_positions(
+        self, labels: Tensor, order_labels: Tensor | None, positions: Tensor | None, s: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The labels that this rank of the context group counts: those of its positions, and of its first tokens."""
+        if self.context is None:
+            return labels, order_labels
+        if self.context.comm.rank > 0:
+            order_labels = None
+        if positions is None:
+            return self.own_labels(labels), order_labels
+        mine = positions // self.context.part(s) == self.context.comm.rank
+        return labels.masked_fill(~mine, IGNORED), order_labels
 
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The rows [K, b, h] of ``hidden`` at ``positions`` [b, K].

@@ -12,6 +12,7 @@ from commengine import Communicator, Stream
 from tplayers.attention.key_value_cache import LayerCache
 from tplayers.attention.rotary import Rotation
 from tplayers.attention.self_attention import SelfAttention, needed
+from tplayers.context.group import ContextGroup
 from tplayers.mlp import MLP, SwiGLU
 from tplayers.norm import NORMS
 from tplayers.placement import Normal
@@ -34,11 +35,13 @@ class TransformerBlock(nn.Module):
     all-gathers run backward, because the column-parallel layers keep only a shard of their input.
 
     forward: x [s, b, h], equal on all ranks -> the same. With sequence_parallel: x [s / comm.size, b, h], this rank's
-    sequence shard -> the same. padding, cache, rotation: as in `SelfAttention`.
+    sequence shard -> the same. padding, cache, rotation: as in `SelfAttention`. With a context group s counts this
+    rank's positions.
 
     config: of the model; a block has the sizes and options of one of its layers (`TransformerConfig`).
     site: the name of this layer in its dropout masks, such as "layers.3".
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates.
+    context: the ranks that share each sequence (`ContextGroup`), or None.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class TransformerBlock(nn.Module):
         *,
         site: str = "layer",
         overlap_stream: Stream | None = None,
+        context: ContextGroup | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.comm, self.site = comm, site
+        self.comm, self.site, self.context = comm, site, context
         self.sequence_parallel, self.recompute = config.sequence_parallel, config.recompute
         self.norm_placement, self.hidden_dropout = config.norm_placement, config.hidden_dropout
         hidden, norm = config.hidden_size, NORMS[config.normalization]
@@ -65,7 +69,7 @@ class TransformerBlock(nn.Module):
             query_groups=config.query_groups, pad_heads=config.pad_attention_heads, bias=config.add_bias_linear,
             qkv_bias=config.qkv_bias, attention_dropout=config.attention_dropout,
             dropout_mask=config.attention_dropout_mask, recompute_core=config.recompute == "selective",
-            output_init=output_init, site=f"{site}.attention", **linear,
+            output_init=output_init, site=f"{site}.attention", context=context, **linear,
         )  # fmt: skip
         self.mlp_norm = norm(hidden, config.norm_epsilon, **split)
         of_mlp = (hidden, config.ffn_size, comm)
@@ -108,5 +112,11 @@ class TransformerBlock(nn.Module):
         if not self.training or self.hidden_dropout == 0:
             return x
         site = f"{self.site}.{branch}"
-        first_row = self.comm.rank * x.shape[0] if self.sequence_parallel else 0
-        return dropout(x, self.hidden_dropout, needed(randomness, site).keys(site), first_row)
+        keys = needed(randomness, site).keys(site)
+        return dropout(x, self.hidden_dropout, keys, first_row(x, self.comm, self.sequence_parallel, self.context))
+
+
+def first_row(x: Tensor, comm: Communicator, sequence_parallel: bool, context: ContextGroup | None) -> int | Tensor:
+    """The position of x [s, b, h]'s row 0 in the sequence, or with a context group those of all its rows."""
+    shard, shards = (comm.rank, comm.size) if sequence_parallel else (0, 1)
+    return shard * x.shape[0] if context is None else context.rows(x.shape[0], shard, shards, x)

@@ -32,6 +32,8 @@ class GPT(Transformer):
         (`column_parallel_linear`).
     part: the layers that this rank has. at: where in them a pass begins. A chunk without the output layer returns its
     activations [s, b, h], or this rank's shard of them, for the next one.
+    context: the ranks that share each sequence (`Transformer`). ``labels`` are of whole sequences, and the results are
+    of this rank's positions.
 
     Layers are pre-LN, and GELU is the tanh form. The output layer is tied to the embedding, unless the configuration
     says otherwise.
@@ -55,4 +57,4 @@ class GPT(Transformer):
             return hidden
         if labels is None:
             return self.logits(hidden).transpose(0, 1)
-        return self._losses(self._scores(hidden), labels.t()).t()
+        return self._losses(self._scores(hidden), self.own_labels(labels).t()).t()

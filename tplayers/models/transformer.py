@@ -13,6 +13,7 @@ from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.attention.rotary import Rotation, frequencies, rotation
 from tplayers.attention.self_attention import SelfAttention, needed, real_tokens
 from tplayers.checks import require_within
+from tplayers.context.group import ContextGroup
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
 from tplayers.embedding import VocabParallelEmbedding, looked_up
 from tplayers.linear import ColumnParallelLinear
@@ -20,7 +21,7 @@ from tplayers.norm import NORMS, LayerNorm, RMSNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
 from tplayers.rng import Randomness, dropout
 
-from .block import TransformerBlock
+from .block import TransformerBlock, first_row
 from .config import TransformerConfig
 from .part import ModelPart, StageInput
 
@@ -33,6 +34,9 @@ class Transformer(nn.Module):
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
     part: the layers that this rank has; None for all. Parameters have the same names in every part.
+    context: the ranks that share each sequence (`ContextGroup`), or None. All of them get the whole sequences, and the
+        labels of whole sequences, and compute their own positions: s in the shapes of results counts these. Each rank's
+        gradients are those of its positions' losses: the sum over the group is that of all.
 
     Inside, activations are [s, b, h], so that a sequence shard is contiguous.
     """
@@ -52,9 +56,12 @@ class Transformer(nn.Module):
         overlap_stream: Stream | None = None,
         dtype: torch.dtype | None = None,
         part: ModelPart | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         super().__init__()
         config.require_parallel(comm.size)
+        #: None also for a group of this rank alone
+        self.context = None if context is None or context.comm.size == 1 else context
         self.config = config
         self.part = part = part or ModelPart.whole(config.num_layers)
         self.comm = comm
@@ -80,7 +87,9 @@ class Transformer(nn.Module):
         mine = set(part.numbers)
         # None stands for a layer of another rank, so that the names of parameters have the layer's number.
         self.layers = nn.ModuleList(
-            TransformerBlock(config, comm, site=f"layers.{number}", overlap_stream=overlap_stream, dtype=dtype)
+            TransformerBlock(
+                config, comm, site=f"layers.{number}", overlap_stream=overlap_stream, context=self.context, dtype=dtype
+            )
             if number in mine
             else None  # type: ignore[misc]  # torch skips it, and its annotations do not know that
             for number in range(config.num_layers)
@@ -106,7 +115,7 @@ class Transformer(nn.Module):
         cache: KeyValueCache | None = None,
         at: StageInput | None = None,
     ) -> Tensor:
-        """The last layer's output [s, b, h], normalised, for tokens [b, s].
+        """The last layer's output [s, b, h], normalised, for tokens [b, s]; with a context group, of its positions.
 
         It is equal on all ranks, or with sequence_parallel this rank's shard [s / comm.size, b, h].
 
@@ -125,6 +134,14 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"a sequence of {total} tokens exceeds max_position_embeddings={config.max_position_embeddings}"
             )
+        if token_types is not None and token_types.shape != tokens.shape:
+            raise ValueError(f"token_types {list(token_types.shape)} must be {list(tokens.shape)}, as the tokens are")
+        if padding is not None:
+            padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
+        if self.context is not None:
+            tokens = self.context.take(tokens, 1)
+            token_types = None if token_types is None else self.context.take(token_types, 1)
+            s = tokens.shape[1]
         if self.sequence_parallel:
             require_divisible(self.comm.size, sequence_length=s)
             if cache is not None:
@@ -137,9 +154,7 @@ class Transformer(nn.Module):
             positions = cache.begin(s) if at.chunk == 0 else cache.positions
         x = self._embedded(tokens, positions, randomness, token_types) if begins else at.received
         assert x is not None
-        turned = self._rotation(slice(0, s) if positions is None else positions) if self._rotary else None
-        if padding is not None:
-            padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
+        turned = self._rotation(self._at(slice(0, s), s) if positions is None else positions) if self._rotary else None
         numbers = self.part.chunks[at.chunk]
         caches = [None] * len(numbers) if cache is None else cache.layers[self.part.numbers.index(numbers.start) :]
         for number, of_layer in zip(numbers, caches, strict=False):
@@ -159,22 +174,26 @@ class Transformer(nn.Module):
         if not self._rotary:
             # [s, h], or [b, s, h] where the rows differ
             table = self.position_embedding
-            of_positions = self._own_rows(lambda rows: table[rows], s) if positions is None else table[positions]
+            if positions is None:
+                of_positions = self._own_rows(lambda rows: table[self._at(rows, s)], s)
+            else:
+                of_positions = table[positions]
             x = x + (of_positions.unsqueeze(1) if of_positions.dim() == 2 else of_positions.transpose(0, 1))
         if config.num_tokentypes:
             x = x + self._of_types(tokens, token_types)
         if config.norm_placement == "post":
             x = self.embedding_norm(x)
         if self.training and config.hidden_dropout > 0:
-            first = self.comm.rank * s // self.comm.size if self.sequence_parallel else 0
+            first = first_row(x, self.comm, self.sequence_parallel, self.context)
             x = dropout(x, config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
         return x
 
     def activations(self, tokens: Tensor) -> Tensor:
         """Memory for the activations between two layers for ``tokens`` [b, s]: [s, b, h], or this rank's shard."""
         b, s = tokens.shape
-        weight = self._weight
-        return weight.new_empty(s // self.comm.size if self.sequence_parallel else s, b, self.config.hidden_size)
+        ranks = self.comm.size if self.sequence_parallel else 1
+        ranks *= 1 if self.context is None else self.context.comm.size
+        return self._weight.new_empty(s // ranks, b, self.config.hidden_size)
 
     @property
     def device(self) -> torch.device:
@@ -209,11 +228,13 @@ class Transformer(nn.Module):
         """The embedding of the token types at this rank's positions: [s, b, h], or with sequence_parallel its shard."""
         if token_types is None:
             token_types = torch.zeros_like(tokens)
-        elif token_types.shape != tokens.shape:
-            raise ValueError(f"token_types {list(token_types.shape)} must be {list(tokens.shape)}, as the tokens are")
         require_within(token_types, self.config.num_tokentypes, "a token type")
         types, table = token_types.t(), self.token_type_embedding
         return self._own_rows(lambda rows: looked_up(types[rows], table), tokens.shape[1])
+
+    def _at(self, rows: slice, s: int) -> slice | Tensor:
+        """The positions of some of the ``s`` rows of this rank of the context group."""
+        return rows if self.context is None else self.context.positions(s * self.context.comm.size, self._weight)[rows]
 
     def _own_rows(self, look_up: Callable[[slice], Tensor], s: int) -> Tensor:
         """What ``look_up`` finds at this rank's positions: all ``s``, or with sequence_parallel those of its shard."""
@@ -266,6 +287,10 @@ class Transformer(nn.Module):
     def _scores(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """The logits [s, b, v / p] in the form that `_losses` takes."""
         return self.logits(hidden, bias)
+
+    def own_labels(self, labels: Tensor) -> Tensor:
+        """Of ``labels`` [b, s] those of this rank's positions."""
+        return labels if self.context is None else self.context.take(labels, 1)
 
     def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         """The losses [s, b] for ``labels`` [s, b]. ``scores`` are overwritten."""

@@ -1,0 +1,63 @@
+"""Ulysses: the ranks of a context group exchange positions for heads (Jacobs et al. 2023, arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commengine import Communicator
+from tplayers.functions import one_derivative
+from tplayers.placement import require_divisible
+
+
+def whole_sequences(
+    q: Tensor, k: Tensor, v: Tensor, comm: Communicator, core: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """``core`` of whole sequences and some heads, where each rank has all heads of its part of the sequences.
+
+    q [b, heads, s / comm.size, d]; k, v [b, groups, s / comm.size, d] -> [b, heads, s / comm.size, d]. ``comm.size``
+    must divide the heads (else ValueError). Groups that it does not divide are sent several times, as few as possible.
+    core: q [b, heads / comm.size, s, d], k, v of as many heads or of groups of them -> as q. Two all-to-alls forward
+    and two backward, of 2 * heads + 2 * groups heads together each. Every rank must call it and run its backward.
+    """
+    size, heads, groups = comm.size, q.shape[1], k.shape[1]
+    if heads % size:
+        require_divisible(size, attention_heads_of_a_rank=heads)
+    times = size // math.gcd(size, groups)
+    if (heads // groups) % times:  # a rank's queries would begin inside of a group
+        times = heads // groups
+    if times > 1:
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    # [b, heads, s, d] -> [receiver, its heads, b, s, d]
+    parts = [one.unflatten(1, (size, -1)).permute(1, 2, 0, 3, 4) for one in (q, k, v)]  # type: ignore[no-untyped-call]
+    arrived = _Exchanged.apply(torch.cat(parts, 1), comm)  # type: ignore[no-untyped-call]
+    whole = arrived.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [b, heads, s, d], of all ranks' positions
+    result = core(*whole.split([part.shape[1] for part in parts], 1))
+    # [b, heads, s, d] -> [receiver, heads, b, its positions, d]
+    back = result.unflatten(2, (size, -1)).permute(2, 1, 0, 3, 4).contiguous()  # type: ignore[no-untyped-call]
+    returned: Tensor = _Exchanged.apply(back, comm)  # type: ignore[no-untyped-call]
+    return returned.flatten(0, 1).transpose(0, 1)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Row r of x [ranks, ...] to rank r. The transposed operator is the same one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return _exchanged(x, comm)
+
+    @staticmethod
+    @one_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad.contiguous(), ctx.comm), None
+
+
+def _exchanged(x: Tensor, comm: Communicator) -> Tensor:
+    received = torch.empty_like(x)
+    comm.all_to_all(received, x)
+    return received
