@@ -29,8 +29,8 @@ PUBLISHED = {
 }
 
 
-def kept_bytes(layer, x):
-    """Bytes of the distinct memory that autograd holds between forward and backward, parameters aside."""
+def kept_bytes(module, function):
+    """Bytes of the distinct memory that autograd holds from ``function`` to its backward, without the weights."""
     storages = {}
 
     def pack(tensor):
@@ -39,8 +39,8 @@ def kept_bytes(layer, x):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x, Randomness(1, 2, tuple(range(B))), None if layer.attention.causal else torch.tensor([S, S // 2]))
-    for parameter in layer.parameters():
+        y = function()
+    for parameter in module.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     kept = sum(storage.nbytes() for storage in storages.values())
     y.sum().backward()
@@ -58,7 +58,9 @@ def test_bytes_kept(group, record_property, case):
     layer = block(group.comm, H, HEADS, ffn, dtype=torch.bfloat16, **fields)
     initialize(layer, 1)
     rows = S // group.size if options.get("sequence_parallel") else S
-    kept = kept_bytes(layer, torch.randn(rows, B, H, dtype=torch.bfloat16, requires_grad=True)) / SBH
+    x, lengths = torch.randn(rows, B, H, dtype=torch.bfloat16, requires_grad=True), torch.tensor([S, S // 2])
+    padding = None if layer.attention.causal else lengths
+    kept = kept_bytes(layer, lambda: layer(x, Randomness(1, 2, tuple(range(B))), padding)) / SBH
     record_property("bytes / sbh", kept)
     print(f"t={group.size} {case}: kept {kept:.3f} sbh, published {formula(group.size):.3f} sbh")
     # The statistics of norms, and keys and rows of dropout, are not in the formulas. Less would be something unseen.

@@ -117,6 +117,7 @@ def test_the_child_ends_with_its_parent(tmp_path):
         time.sleep(0.01)
     parent.kill()
     parent.wait()
-    while not (got := tmp_path / "ready.got").exists() and time.monotonic() < deadline:
+    got = tmp_path / "ready.got"
+    while not (got.exists() and got.read_text()) and time.monotonic() < deadline:  # it exists before it is written
         time.sleep(0.01)
     assert got.read_text() == "SIGTERM"
