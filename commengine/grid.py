@@ -82,7 +82,9 @@ class ProcessGrid(OwnsCommunicators):
     different sizes.
 
     The attributes ``tensor``, ``context``, ``data`` and ``pipeline`` are this rank's Communicators: adjacent ranks form
-    a tensor group, then come context, data and pipeline. ``layout`` is the `GridLayout`.
+    a tensor group, then come context, data and pipeline. ``layout`` is the `GridLayout`. ``replicas`` joins the context
+    and the data groups of the ranks that have the same parameters: their gradients are summed over it. It is ``data``
+    itself if context groups have one rank.
 
     Warns on rank 0 when a tensor group crosses nodes, because its collectives run over the network for every layer.
     """
@@ -100,6 +102,11 @@ class ProcessGrid(OwnsCommunicators):
         self.tensor, self.context, self.data, self.pipeline = (
             _split(world, self.layout.group(world.rank, axis)[0], place[axis], axis) for axis in AXES
         )
+        self.replicas = self.data
+        if context > 1:  # the axes lie beside each other
+            first = self.layout.group(self.layout.group(world.rank, "context")[0], "data")[0]
+            key = place["data"] * context + place["context"]
+            self.replicas = _split(world, first, key, "replicas")
         self._warn_of_crossed_nodes()
 
     def _warn_of_crossed_nodes(self) -> None:
@@ -128,6 +135,8 @@ class ProcessGrid(OwnsCommunicators):
         """Free the groups; the world stays open. Collective."""
         for comm in (self.tensor, self.context, self.data, self.pipeline):
             comm.close()
+        if self.replicas is not self.data:
+            self.replicas.close()
 
     def __repr__(self) -> str:
         sizes = {axis: getattr(self.layout, axis) for axis in AXES}

@@ -104,6 +104,16 @@ def test_communicators_of_every_shape(world):
                 comm.all_gather(members, torch.tensor([world.rank]))
                 assert (comm.name, comm.size) == (axis, size)
                 assert members.tolist() == grid.layout.group(world.rank, axis)
+            places = [grid.layout.place(rank) for rank in range(world.size)]
+            same = [
+                r
+                for r in range(world.size)
+                if all(places[r][a] == places[world.rank][a] for a in ("tensor", "pipeline"))
+            ]
+            members = torch.zeros(grid.replicas.size, dtype=torch.int64)
+            grid.replicas.all_gather(members, torch.tensor([world.rank]))
+            assert members.tolist() == same
+            assert (grid.replicas is grid.data) == (context == 1)
             assert repr(grid).count("=") == 2 + (context > 1) + (pipeline > 1)
 
 

@@ -41,7 +41,7 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
     trainer's tensor and pipeline groups and, with ZeRO-1, over its data group. It takes a pass over the parameters.
     """
     trainer.optimizer.wait_for_parameters()
-    weights = weights_digest(trainer) if trainer.grid.data.rank == 0 else 0
+    weights = weights_digest(trainer) if trainer.grid.replicas.rank == 0 else 0
     return {
         f"loss{SUFFIX}": _of_text(" ".join(f"{name} {loss.hex()}" for name, loss in step.losses.items())),
         f"norm{SUFFIX}": _of_text(step.norm.hex()),

@@ -58,7 +58,7 @@ def difference(trainer: Trainer) -> str | None:
 
 
 def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> str | None:
-    """What differs between the ranks of this rank's data group or tensor group, and where, or None.
+    """What differs between the ranks that have the same parameters, or in the tensor group, and where, or None.
 
     held: (name, tensor, whether the ranks of a tensor group hold different parts). Collective over both groups.
     """
@@ -66,7 +66,7 @@ def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> st
     every = [(name, value) for name, value, _ in hashed]
     whole = [(name, value) for name, value, sharded in hashed if not sharded]
     # Every rank takes part in both.
-    told = [difference_between(grid.data, every), difference_between(grid.tensor, whole)]
+    told = [difference_between(grid.replicas, every), difference_between(grid.tensor, whole)]
     return told[0] or told[1]
 
 
@@ -98,7 +98,7 @@ def begin_equal(grid: ProcessGrid, module: nn.Module, *, copy: bool) -> None:
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if copy:
         copy_from_rank_zero([p for name, p in parameters.items() if not placed[name].sharded], grid.tensor)
-        copy_from_rank_zero([*parameters.values(), *buffers.values()], grid.data)
+        copy_from_rank_zero([*parameters.values(), *buffers.values()], grid.replicas)
         return
     held = [(name, p, placed[name].sharded) for name, p in parameters.items()]
     problem = differing(grid, [*held, *((name, buffer, True) for name, buffer in buffers.items())])

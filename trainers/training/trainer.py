@@ -56,7 +56,8 @@ class Trainer:
     """A model in training: its gradients, optimizer, loss scaler and iteration. Collective over the grid's world.
 
     config: valid for the world's size (`TrainConfig.validate`).
-    grid: the tensor, data and pipeline groups. The trainer closes it with `close`.
+    grid: the groups. The trainer closes it with `close`. In a context group all ranks have the same batches, and
+        ``model`` has the group (`tplayers.ContextGroup`).
     model: its parameters have their initial values. They are in the dtype that ``config.bf16`` and ``config.fp16`` name
         (`precision.parameter_dtype`), and either placed by a layer of tplayers over ``grid.tensor``, or equal on all
         ranks. In a pipeline it is this stage's part (`tplayers.ModelPart`), and the batches have ``tokens``. The
@@ -70,7 +71,8 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
-        grid.require_axes("Trainer", "tensor", "data", "pipeline")
+        if config.canonical_shards is not None:
+            grid.require_axes("Trainer with canonical shards", "tensor", "data", "pipeline")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
@@ -81,8 +83,8 @@ class Trainer:
         self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         self.gradients = GradientBuckets(
-            model, grid.data, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
-            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.data.size),
+            model, grid.replicas, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
+            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.replicas.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
             chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied,
@@ -111,15 +113,15 @@ class Trainer:
 
         Raises UsageError, on all ranks, where a batch is not usable or the run has diverged.
         """
-        config, data = self.config, self.grid.data
+        config, replicas = self.config, self.grid.replicas
         microbatches = list(self.batches(self.iteration))
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
         losses = self._forward_and_backward(microbatches, counts)
-        for group in (data, self.grid.pipeline):
+        for group in (replicas, self.grid.pipeline):
             group.all_reduce(losses)
         norm_of = gradient_norm if self.run is None else exact_gradient_norm
-        shares = [self.grid.pipeline, *([data] if self.gradients.shard else [])]
+        shares = [self.grid.pipeline, *([replicas] if self.gradients.shard else [])]
         norm = norm_of(self.gradients.segments, self.grid.tensor, shares) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
         step = Step(dict(zip(self.objective.names, losses.tolist(), strict=True)), norm, rate, self._overflowed(norm))
@@ -132,7 +134,10 @@ class Trainer:
         return step
 
     def _global_counts(self, microbatches: Sequence[Microbatch]) -> list[int]:
-        """For each term the items that it counts in the whole global batch. Collective over the data group."""
+        """For each term the items that it counts in the whole global batch. Collective over the data group.
+
+        The ranks of a context group have the same batches, and each counts all of them.
+        """
         mine = [sum(counts) for counts in zip(*(batch.counts for batch in microbatches), strict=True)]
         unusable = not all(batch.usable for batch in microbatches)
         counts = torch.tensor([*mine, unusable], dtype=torch.int64, device="cpu")
@@ -177,7 +182,7 @@ class Trainer:
         if self.scaler is None:
             return False
         # The ranks must agree: a replicated parameter's gradient may overflow on one rank of a tensor group only.
-        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.data, self.grid.pipeline)
+        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.replicas, self.grid.pipeline)
 
     def _require_finite(self, step: Step) -> None:
         if not math.isfinite(step.norm):

@@ -181,7 +181,7 @@ def export(
         pieces = list(_pieces(model, None if head is None else head.ours))
         described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
         problem: OSError | None = None
-        if grid.data.rank == 0:
+        if grid.replicas.rank == 0:
             here = ((piece, values[ours].detach()) for piece, ours in pieces if ours in values)
             parts = ((piece.name, piece.of(one).contiguous()) for piece, one in here)
             first = grid.pipeline.rank == 0

@@ -7,7 +7,7 @@ import torch
 from commengine import Communicator, ProcessGrid
 from commengine.cost import cut_layers
 from tests.support.small_models import DECODERS, VOCAB, S, made
-from tplayers import ModelPart
+from tplayers import ContextGroup, ModelPart
 from tplayers.rng import generator
 from trainers.config import TrainConfig
 from trainers.training.trainer import Trainer
@@ -93,10 +93,16 @@ class Canonical(TrainConfig):
 
 
 def trainer(
-    kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, size=8, canonical=None, **options
-):
-    """A trainer on ``grid`` of a small model. canonical: shards in which it computes. options: of the model."""
+    kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, size=8, canonical=None,
+    method="ulysses", **options,
+):  # fmt: skip
+    """A trainer on ``grid`` of a small model. canonical: shards in which it computes. options: of the model.
+
+    method: of the context group.
+    """
     part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
+    if grid.context.size > 1:
+        options["context"] = ContextGroup(grid.context, method, causal=kind in DECODERS)
     model = made(kind, grid.tensor, dtype=dtype, part=part, num_layers=layers, **options)
     if canonical is not None:
         from tplayers import use_canonical_shards

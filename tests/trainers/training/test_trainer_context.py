@@ -1,0 +1,92 @@
+"""A trainer with context groups: at every (tensor, context, pipeline, data) of 2 and 4 ranks, the steps of one rank."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from commengine import CollectiveError, Communicator, ProcessGrid
+from tests.support.training import small_runs
+from tplayers import placements
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(600)]
+
+KINDS = ("gpt", "llama", "bert")
+METHODS = ("ulysses", "ring", "gather")
+STEPS = 3
+LAYERS = 2
+
+
+class Layout(NamedTuple):
+    """Sizes of groups."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+
+
+LAYOUTS = {2: [Layout(1, 2, 1, 1)], 4: [Layout(1, 4, 1, 1), Layout(2, 2, 1, 1), Layout(1, 2, 2, 1), Layout(1, 2, 1, 2)]}
+
+
+@pytest.fixture
+def itself():
+    """MPI.COMM_SELF."""
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_in_float64(mpi_world, itself, kind, method):
+    """Losses, norms and all gradients, which Adam would hide a factor of; with ZeRO-1, the parameters after them."""
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    whole, truth = small_runs.alone(itself, kind, layers=LAYERS), []
+    for _ in range(STEPS):
+        step = whole.step()
+        parameters = {name: one.detach().clone() for name, one in whole.model.named_parameters()}
+        truth.append((step, small_runs.gradients(whole), parameters))
+    with Communicator(mpi_world) as world:
+        for number, layout in enumerate(LAYOUTS[world.size]):
+            sharded = number % 2 == METHODS.index(method) % 2
+            config = replace(small_runs.CONFIG, use_distributed_optimizer=sharded)
+            grid = ProcessGrid(world, tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline)
+            options = {"sequence_parallel": layout.tensor > 1, "recompute": "selective" if sharded else None}
+            trainer = small_runs.trainer(kind, grid, config=config, layers=LAYERS, method=method, **options)
+            placed = placements(trainer.model)
+            for expected, gradients, parameters in truth:
+                step = trainer.step()
+                torch.testing.assert_close(dict(step.losses), dict(expected.losses), **close)
+                assert step.norm == pytest.approx(expected.norm, rel=1e-10)
+                for name, gradient in small_runs.gradients(trainer).items() if not sharded else ():
+                    torch.testing.assert_close(gradient, placed[name].part(gradients[name]), msg=name, **close)
+                trainer.optimizer.wait_for_parameters()
+                for name, parameter in trainer.model.named_parameters():
+                    torch.testing.assert_close(parameter.detach(), placed[name].part(parameters[name]), **close)
+            trainer.close()
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_in_float32(mpi_world, itself, method):
+    options = {"layers": LAYERS, "dtype": torch.float32}
+    whole = small_runs.alone(itself, "llama", **options)
+    with Communicator(mpi_world) as world:
+        trainer = small_runs.trainer("llama", ProcessGrid(world, context=2), method=method, **options)
+        for _ in range(20):
+            assert trainer.step().loss == pytest.approx(whole.step().loss, rel=1e-5)
+        trainer.close()
+
+
+@pytest.mark.sizes(2)
+def test_canonical_shards_refuse_context_groups(mpi_world):
+    config = small_runs.Canonical(**vars(small_runs.CONFIG))
+    said = r"Trainer with canonical shards knows the axes .* has context, too"
+    with (
+        Communicator(mpi_world) as world,
+        ProcessGrid(world, context=2) as grid,
+        pytest.raises(CollectiveError, match=said),
+    ):
+        small_runs.trainer("gpt", grid, config=config, layers=LAYERS)
