@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplayers.functions import lowered, one_derivative
+from tplayers.functions import one_derivative
 
 from .blocks import BlockMask, accumulated_in, attend, attend_backward, kept_elements, merge
 from .chunks import SequenceChunks
@@ -36,7 +36,6 @@ class Blockwise:
 
         keys: of dropout by position, [b, heads]. bias: [b, 1, 1, s], or [b, 1, s, s] in place of ``causal``.
         """
-        q, k, v = lowered(q, k, v)
         result: Tensor = _Blockwise.apply(q, k, v, keys, bias, self)  # type: ignore[no-untyped-call]
         return result
 

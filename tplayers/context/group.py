@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from commengine import Communicator
+from tplayers.functions import lowered
 from tplayers.placement import require_one_of
 
 from .blockwise import Blockwise
@@ -80,8 +82,11 @@ class ContextGroup:
 
         q [b, heads, s / comm.size, d]; k, v [b, groups, s / comm.size, d]. drawn: the keys [b, heads] of a mask by
         position, the seed of a fused mask ("ulysses" alone, else ValueError), or None. bias: of whole sequences, as in
-        `Blockwise`. core: attention on one rank. Every rank must call it and run its backward.
+        `Blockwise`. core: attention on one rank. Every rank must call it and run its backward. It does not compile.
         """
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("a context group does not compile: its messages have no operators of a graph")
+        q, k, v = lowered(q, k, v)
         if self.method == "ulysses":
             heads = self.own_heads(drawn) if isinstance(drawn, Tensor) else drawn
             return whole_sequences(q, k, v, self.comm, lambda q, k, v: core(q, k, v, heads, bias))

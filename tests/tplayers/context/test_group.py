@@ -267,3 +267,38 @@ def test_one_derivative_alone(world):
         (found,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiated"):
             found.sum().backward()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_under_autocast(world, alone, method, dropout):
+    """Products and messages are bfloat16, as on one rank; results and gradients agree to its rounding."""
+    context = ContextGroup(world, method)
+    split, whole = (SelfAttention(32, 4, alone.comm, context=one, attention_dropout=dropout) for one in (context, None))
+    for layer in (split, whole):
+        tplayers.initialize(layer, 5)
+    x, gradient = (draw(16, 2, 32, seed=n, dtype=torch.float32) for n in (1, 2))
+    turned = [
+        rotation(at, frequencies(8, 10000.0), torch.float32) for at in (context.positions(16, x), torch.arange(16))
+    ]
+    found = []
+    for layer, mine, turn, of in ((split, context.take(x, 0), turned[0], context), (whole, x, turned[1], None)):
+        mine.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(mine, Randomness(1, 2, (3, 4)), None, None, turn)
+        y.backward((gradient if of is None else of.take(gradient, 0)).to(y.dtype))
+        found.append((y.detach(), mine.grad))
+    assert found[0][0].dtype == found[1][0].dtype
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.float(), context.take(other, 0).float(), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+def test_a_graph_refuses(world, alone):
+    layer = SelfAttention(8, 2, alone.comm, context=ContextGroup(world))
+    tplayers.initialize(layer, 5)
+    with pytest.raises(Exception, match="a context group does not compile"):
+        torch.compile(layer, fullgraph=True, backend="eager")(torch.zeros(2, 1, 8))
