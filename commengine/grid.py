@@ -103,10 +103,8 @@ class ProcessGrid(OwnsCommunicators):
             _split(world, self.layout.group(world.rank, axis)[0], place[axis], axis) for axis in AXES
         )
         self.replicas = self.data
-        if context > 1:  # the axes lie beside each other
-            first = self.layout.group(self.layout.group(world.rank, "context")[0], "data")[0]
-            key = place["data"] * context + place["context"]
-            self.replicas = _split(world, first, key, "replicas")
+        if context > 1:
+            self.replicas = _split(world, place["pipeline"] * tensor + place["tensor"], world.rank, "replicas")
         self._warn_of_crossed_nodes()
 
     def _warn_of_crossed_nodes(self) -> None:
@@ -133,10 +131,8 @@ class ProcessGrid(OwnsCommunicators):
 
     def close(self) -> None:
         """Free the groups; the world stays open. Collective."""
-        for comm in (self.tensor, self.context, self.data, self.pipeline):
+        for comm in (self.tensor, self.context, self.data, self.pipeline, self.replicas):
             comm.close()
-        if self.replicas is not self.data:
-            self.replicas.close()
 
     def __repr__(self) -> str:
         sizes = {axis: getattr(self.layout, axis) for axis in AXES}

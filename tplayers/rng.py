@@ -119,17 +119,25 @@ def dropout_mask(p: float, keys: Tensor, rows: int, columns: int, first_row: int
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability {p} is not within 0 to 1")
     if isinstance(first_row, Tensor):
-        counters = first_row[:, None] * columns + torch.arange(columns, dtype=torch.int64, device=keys.device)
-    else:
-        if (mask := drawn_mask(keys, rows, columns, first_row, _least(p))) is not None:
-            return mask
-        counters = torch.arange(
-            first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device
-        )  # fmt: skip
+        every = torch.arange(columns, dtype=torch.int64, device=keys.device)
+        return dropout_mask_at(p, keys, first_row, every, columns)
+    if (mask := drawn_mask(keys, rows, columns, first_row, _least(p))) is not None:
+        return mask
+    counters = torch.arange(first_row * columns, (first_row + rows) * columns, dtype=torch.int64, device=keys.device)
+    return _mask_of_counters(p, keys, counters.view(rows, columns))
+
+
+def dropout_mask_at(p: float, keys: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
+    """`dropout_mask` at some rows and columns of an input that has ``width`` columns: int64 positions of each."""
+    return _mask_of_counters(p, keys, rows[:, None] * width + columns)
+
+
+def _mask_of_counters(p: float, keys: Tensor, counters: Tensor) -> Tensor:
+    """`dropout_mask` of elements with these int64 numbers [rows, columns]."""
     counters = counters.to(torch.int32)
     if keys.dim() == 1:
-        return keep_mask(counters.view(rows, 1, columns), keys.view(1, -1, 1), p)
-    return keep_mask(counters.view(rows, columns), keys[:, :, None, None], p)
+        return keep_mask(counters.unsqueeze(1), keys.view(1, -1, 1), p)
+    return keep_mask(counters, keys[:, :, None, None], p)
 
 
 def dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:

@@ -113,6 +113,23 @@ class Group:
         assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
+@pytest.fixture(scope="module")
+def world(mpi_world: MPI.Intracomm) -> Iterator[Communicator]:
+    """All ranks of the job, for the tests of a file."""
+    with Communicator(mpi_world) as world:
+        yield world
+        world.close()
+
+
+@pytest.fixture(scope="module")
+def groups(world: Communicator) -> Iterator[list[Communicator]]:
+    """All ranks; in the job of 4 ranks also a group of the first three. A rank gets the groups that it belongs to."""
+    three = world.split(0 if world.rank < 3 else None, name="three") if world.size == 4 else None
+    yield [world] if three is None else [world, three]
+    if three is not None:
+        three.close()
+
+
 @pytest.fixture
 def group(mpi_world: MPI.Intracomm) -> Iterator[Group]:
     """All ranks of the job as one tensor group."""

@@ -11,7 +11,7 @@ import torch
 
 from tplayers import Randomness, dropout
 from tplayers.dropout_kernel import SOURCE, drawn_mask
-from tplayers.rng import dropout_mask, keep_mask, stable_hash
+from tplayers.rng import dropout_mask, dropout_mask_at, keep_mask, stable_hash
 
 M32 = 2**32 - 1
 BITS = 1 << 20
@@ -382,3 +382,10 @@ def test_dropout_on_a_device_has_the_hosts_bits(case, dtype):
     for host, found in zip(*results, strict=True):
         torch.testing.assert_close(found, host, rtol=0, atol=0, equal_nan=True)
     assert drawn_mask(keys_of(shape, "cuda"), rows, columns, first, 0) is not None
+
+
+def test_dropout_of_some_positions_is_that_of_the_whole_sequence():
+    keys = Randomness(1, 2, (3, 4)).keys("site", range(3))
+    rows, columns = torch.tensor([0, 4, 9]), torch.tensor([2, 3, 8, 11])
+    whole = dropout_mask(0.4, keys, 12, 12)
+    assert torch.equal(dropout_mask_at(0.4, keys, rows, columns, 12), whole[:, :, rows[:, None], columns])

@@ -114,6 +114,14 @@ def world(mpi_world: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
+def itself() -> Any:
+    """MPI.COMM_SELF."""
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+@pytest.fixture
 def alone() -> Iterator[Any]:
     """A group of this rank only: what an independent truth is computed in."""
     from mpi4py import MPI

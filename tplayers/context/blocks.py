@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tplayers.rng import keep_mask
-
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -36,15 +34,6 @@ class BlockMask:
     bias: Tensor | None = None
     dropout: float = 0.0
     kept: Tensor | None = None
-
-
-def kept_elements(keys: Tensor, p: float, rows: Tensor, columns: Tensor, s: int) -> Tensor:
-    """`rng.dropout_mask` at some positions of the scores of a sequence of ``s``: bool [b, heads, rows, columns].
-
-    keys: int64 [b, heads], of `Randomness.keys`. rows, columns: int64 positions.
-    """
-    counters = (rows[:, None] * s + columns).to(torch.int32)
-    return keep_mask(counters, keys[:, :, None, None], p)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tplayers.functions import one_derivative
+from tplayers.rng import dropout_mask_at
 
-from .blocks import BlockMask, accumulated_in, attend, attend_backward, kept_elements, merge
+from .blocks import BlockMask, accumulated_in, attend, attend_backward, merge
 from .chunks import SequenceChunks
 from .exchanges import BlockExchange
 
@@ -107,7 +108,7 @@ class _Masks:
         if bias is not None:
             bias = bias[..., of] if bias.shape[-2] == 1 else bias[..., at[:, None], of]
         if self._keys is not None:
-            kept = kept_elements(self._keys, way.dropout, at, of, self._s)
+            kept = dropout_mask_at(way.dropout, self._keys, at, of, self._s)
         return BlockMask(causal, bias, way.dropout, kept)
 
 

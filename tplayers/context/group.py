@@ -70,10 +70,6 @@ class ContextGroup:
         """This rank's part of ``whole`` along ``dim``, the sequence."""
         return self.chunks.take(whole, self.comm.rank, dim)
 
-    def own_heads(self, keys: Tensor) -> Tensor:
-        """Of dropout's ``keys`` [b, heads] those of the heads that this rank computes."""
-        return keys.chunk(self.comm.size, 1)[self.comm.rank]
-
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | int | None, bias: Tensor | None, *, dropout: float,
         core: Callable[[Tensor, Tensor, Tensor, Tensor | int | None, Tensor | None], Tensor],
@@ -88,8 +84,9 @@ class ContextGroup:
             raise NotImplementedError("a context group does not compile: its messages have no operators of a graph")
         q, k, v = lowered(q, k, v)
         if self.method == "ulysses":
-            heads = self.own_heads(drawn) if isinstance(drawn, Tensor) else drawn
-            return whole_sequences(q, k, v, self.comm, lambda q, k, v: core(q, k, v, heads, bias))
+            if isinstance(drawn, Tensor):  # the keys of the heads that this rank computes
+                drawn = drawn.chunk(self.comm.size, 1)[self.comm.rank]
+            return whole_sequences(q, k, v, self.comm, lambda q, k, v: core(q, k, v, drawn, bias))
         if isinstance(drawn, int):
             raise ValueError(
                 f"dropout_mask='fused' excludes context_method={self.method!r}: a kernel that draws a mask sees some "

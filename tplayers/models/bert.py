@@ -19,6 +19,7 @@ from tplayers.placement import Normal, Placement, add_parameter, require_one_of
 from tplayers.regions import reduce_own_from_tensor_parallel_region, reduce_scatter_to_sequence_parallel_region
 from tplayers.rng import Randomness
 
+from .block import first_row
 from .config import NormPlacement, TransformerConfig
 from .part import StageInput
 from .transformer import Transformer
@@ -89,10 +90,9 @@ class BERTEncoder(Transformer):
         s, b, h = hidden.shape
         elsewhere = None
         if self.config.sequence_parallel or self.context is not None:
-            part = self.comm.rank if self.config.sequence_parallel else 0
-            if self.context is not None:  # without a causal mask its parts are contiguous
-                part += self.context.comm.rank * (self.comm.size if self.config.sequence_parallel else 1)
-            positions = positions - part * s
+            first = first_row(hidden, self.comm, self.config.sequence_parallel, self.context)
+            # Without a causal mask a rank's positions follow each other.
+            positions = positions - (first if isinstance(first, int) else first[0])
             elsewhere = (positions < 0) | (positions >= s)
             positions = positions.masked_fill(elsewhere, 0)
         numbers = (positions * b + torch.arange(b, dtype=torch.int64, device=hidden.device)).reshape(-1)

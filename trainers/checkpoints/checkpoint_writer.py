@@ -92,7 +92,7 @@ class CheckpointWriter:
         if isinstance(optimizer, Optimizer):
             optimizer.wait_for_parameters()
         mine: Iterator[tuple[str, int, Any]] = iter(())
-        if grid.replicas.rank == 0:  # a stage's first tensor group holds all of it that the data group does not share
+        if grid.replicas.rank == 0:  # a stage's first tensor group holds all of it that replicas do not share
             first, own = grid.pipeline.rank == 0, ((key, one) for key, one in values.items() if key != second)
             mine = (
                 (file, start, data)

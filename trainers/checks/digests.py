@@ -37,8 +37,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digests(trainer: Trainer, step: Step) -> dict[str, int]:
     """The digests of a step's losses and norm, and of the parameters after it, for a row of metrics.jsonl.
 
-    Those of the parameters are 0 on ranks of the data and the pipeline group but the first. Collective over the
-    trainer's tensor and pipeline groups and, with ZeRO-1, over its data group. It takes a pass over the parameters.
+    Those of the parameters are 0 on all replicas but the first, and on all stages but the first. Collective over the
+    trainer's tensor and pipeline groups and, with ZeRO-1, over its replicas. It takes a pass over the parameters.
     """
     trainer.optimizer.wait_for_parameters()
     weights = weights_digest(trainer) if trainer.grid.replicas.rank == 0 else 0

@@ -58,7 +58,7 @@ def difference(trainer: Trainer) -> str | None:
 
 
 def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> str | None:
-    """What differs between the ranks that have the same parameters, or in the tensor group, and where, or None.
+    """The first difference between this rank's replicas or in its tensor group, and where it is; None without one.
 
     held: (name, tensor, whether the ranks of a tensor group hold different parts). Collective over both groups.
     """

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tplayers.context.blocks import BlockMask, attend, attend_backward, kept_elements, merge
-from tplayers.rng import Randomness, dropout_mask
+from tplayers.context.blocks import BlockMask, attend, attend_backward, merge
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -60,10 +59,3 @@ def test_a_block_of_padding_alone_adds_nothing():
     assert torch.equal(out, kept[0]) and torch.equal(lse, kept[1])
     for gradient in attend_backward(torch.ones_like(q), q, k, v, out, lse, BlockMask(bias=hidden))[:2]:
         assert (gradient == 0).all()
-
-
-def test_dropout_of_some_positions_is_that_of_the_whole_sequence():
-    keys = Randomness(1, 2, (3, 4)).keys("site", range(3))
-    rows, columns = torch.tensor([0, 4, 9]), torch.tensor([2, 3, 8, 11])
-    whole = dropout_mask(0.4, keys, 12, 12)
-    assert torch.equal(kept_elements(keys, 0.4, rows, columns, 12), whole[:, :, rows[:, None], columns])

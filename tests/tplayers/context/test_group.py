@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random as python_random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,27 +23,16 @@ SITE = "attention"
 
 
 @pytest.fixture(scope="module")
-def world(mpi_world: Any) -> Iterator[Communicator]:
-    with Communicator(mpi_world) as world:
-        yield world
-        world.close()
-
-
-@pytest.fixture(scope="module")
-def contexts(world: Communicator) -> Iterator[list[dict[tuple[str, bool], ContextGroup]]]:
-    """By method and mask: groups of all ranks; in the job of 4 ranks also of the first three."""
-    three = world.split(0 if world.rank < 3 else None, name="three") if world.size == 4 else None
-    yield [
+def contexts(groups: list[Communicator]) -> list[dict[tuple[str, bool], ContextGroup]]:
+    """By method and mask: a context group of each of ``groups``."""
+    return [
         {
             (method, causal): ContextGroup(comm, method, causal=causal, threaded=causal)
             for method in CONTEXT_METHODS
             for causal in (True, False)
         }
-        for comm in (world, three)
-        if comm is not None
+        for comm in groups
     ]
-    if three is not None:
-        three.close()
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -169,11 +157,6 @@ def test_lower_precision(contexts, method, dtype):
             torch.testing.assert_close(found.double(), context.take(whole.detach(), 2), **bound)
 
 
-def layers(comm: Communicator, alone: Communicator, context: ContextGroup, **options: Any) -> list[SelfAttention]:
-    more = dict(dtype=torch.float64, causal=context.causal, **options)
-    return [SelfAttention(32, 8, comm, context=context, **more), SelfAttention(32, 8, alone, **more)]
-
-
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -183,18 +166,16 @@ def test_layer_within_a_grid(world, alone, close, method, causal, sequence_paral
     """SelfAttention of (tensor, context) = (2, 2), or (1, 2): rotary positions, grouped queries, dropout, recompute."""
     grid = ProcessGrid(world, tensor=world.size // 2, context=2)
     context = ContextGroup(grid.context, method, causal=causal)
-    options: dict[str, Any] = {"query_groups": 4, "attention_dropout": 0.2}
+    shards = grid.tensor.size if sequence_parallel else 1
     for recompute in (False, True):
-        split, whole = layers(grid.tensor, alone.comm, context, recompute_core=recompute, **options)
+        options = {
+            "causal": causal, "query_groups": 4, "attention_dropout": 0.2, "recompute_core": recompute,
+            "dtype": torch.float64,
+        }  # fmt: skip
+        split = SelfAttention(32, 8, grid.tensor, context=context, sequence_parallel=sequence_parallel, **options)
+        whole = SelfAttention(32, 8, alone.comm, **options)
         for layer in (split, whole):
             tplayers.initialize(layer, 5)
-        shards = grid.tensor.size if sequence_parallel else 1
-        if sequence_parallel:
-            split = SelfAttention(
-                32, 8, grid.tensor, context=context, causal=causal, dtype=torch.float64, recompute_core=recompute,
-                sequence_parallel=True, **options,
-            )  # fmt: skip
-            tplayers.initialize(split, 5)
         s, b = 16, 2
         turns = frequencies(4, 10000.0)
         positions = torch.arange(s)
@@ -204,7 +185,7 @@ def test_layer_within_a_grid(world, alone, close, method, causal, sequence_paral
         y = whole(expected, randomness, None, None, rotation(positions, turns, torch.float64))
         y.backward(gradient)
 
-        def own(tensor: Tensor, shards: int = shards) -> Tensor:
+        def own(tensor: Tensor) -> Tensor:
             return context.take(tensor, 0).chunk(shards)[grid.tensor.rank if sequence_parallel else 0].contiguous()
 
         mine = own(x).requires_grad_()

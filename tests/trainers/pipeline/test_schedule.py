@@ -20,14 +20,6 @@ long, on_4 = pytest.mark.long, pytest.mark.sizes(2, 4)
 LAYOUTS = {2: [(1, 2)], 4: [(1, 4), (2, 2), (1, 2)]}
 
 
-@pytest.fixture
-def itself():
-    """MPI.COMM_SELF."""
-    from mpi4py import MPI
-
-    return MPI.COMM_SELF
-
-
 def each_layout(world):
     return LAYOUTS[world.size]
 

@@ -44,14 +44,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def itself():
-    """MPI.COMM_SELF."""
-    from mpi4py import MPI
-
-    return MPI.COMM_SELF
-
-
 def each(world):
     """The layouts, and for each the ranks that it uses; None on the others."""
     for layout in LAYOUTS[world.size]:

@@ -30,14 +30,6 @@ class Layout(NamedTuple):
 LAYOUTS = {2: [Layout(1, 2, 1, 1)], 4: [Layout(1, 4, 1, 1), Layout(2, 2, 1, 1), Layout(1, 2, 2, 1), Layout(1, 2, 1, 2)]}
 
 
-@pytest.fixture
-def itself():
-    """MPI.COMM_SELF."""
-    from mpi4py import MPI
-
-    return MPI.COMM_SELF
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_in_float64(mpi_world, itself, kind, method):
