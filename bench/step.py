@@ -81,7 +81,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = recorder.from_json(options)
     with watched(config, world) as comm:
-        data = world.size // config.model_parallel_size
+        data = world.size // config.replica_size
         config = replace(config, ddp_bucket_size=bucket_size(config.ddp_bucket_size, comm.device, data))
         options |= recorder.to_json(config)  # the formulas need the size that the trainer's device decides on
         trainer = recorder.open_trainer(config, comm)

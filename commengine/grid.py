@@ -121,6 +121,12 @@ class ProcessGrid(OwnsCommunicators):
                 stacklevel=3,
             )
 
+    @property
+    def groups(self) -> list[Communicator]:
+        """The groups that a training step uses, each once. Those of a context axis only where it has several ranks."""
+        shared = [] if self.replicas is self.data else [self.context, self.replicas]
+        return [self.tensor, *shared, self.data, self.pipeline]
+
     def require_axes(self, user: str, *axes: str) -> None:
         """Raise CollectiveError, on every rank, if an axis that ``user``, a name, does not know has several ranks."""
         more = [axis for axis in AXES if axis not in axes and getattr(self.layout, axis) > 1]
@@ -131,7 +137,7 @@ class ProcessGrid(OwnsCommunicators):
 
     def close(self) -> None:
         """Free the groups; the world stays open. Collective."""
-        for comm in (self.tensor, self.context, self.data, self.pipeline, self.replicas):
+        for comm in (*self.groups, self.context):
             comm.close()
 
     def __repr__(self) -> str:

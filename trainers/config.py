@@ -91,13 +91,20 @@ class JobConfig:
         return 1
 
     @property
-    def model_parallel_size(self) -> int:
-        """The ranks that one model is split over. The ranks are this number times the data-parallel size."""
-        return self.tensor_model_parallel_size * self.stages
+    def context_ranks(self) -> int:
+        """The ranks that share a sequence: more than one only in a command that has the option."""
+        return 1
+
+    @property
+    def replica_size(self) -> int:
+        """The ranks that share a model and its samples. The ranks are this number times the data-parallel size."""
+        return self.tensor_model_parallel_size * self.context_ranks * self.stages
 
     def grid(self, world: Communicator) -> ProcessGrid:
         """The groups of the job. Collective over ``world``."""
-        return ProcessGrid(world, tensor=self.tensor_model_parallel_size, pipeline=self.stages)
+        return ProcessGrid(
+            world, tensor=self.tensor_model_parallel_size, context=self.context_ranks, pipeline=self.stages
+        )
 
     @property
     def order(self) -> Order | None:
@@ -107,13 +114,18 @@ class JobConfig:
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
         require_ranges(self)
-        tensor, whole = self.tensor_model_parallel_size, self.model_parallel_size
-        sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        split = given(self, "tensor_model_parallel_size")
-        require(ranks % tensor == 0, f"{split}: does not divide the {ranks} ranks; {sizes} do")
-        stages = f"--pipeline-model-parallel-size {self.stages}"
-        fits = [n for n in range(1, ranks // tensor + 1) if ranks // tensor % n == 0]
-        require(ranks % whole == 0, f"{stages}: does not divide the {ranks} ranks, with {split}; {fits} do")
+        axes = {
+            given(self, "tensor_model_parallel_size"): self.tensor_model_parallel_size,
+            f"--context-parallel-size {self.context_ranks}": self.context_ranks,
+            f"--pipeline-model-parallel-size {self.stages}": self.stages,
+        }
+        left, before = ranks, list[str]()
+        for named, size in axes.items():
+            fits = [n for n in range(1, left + 1) if left % n == 0]
+            said = f", with {' and '.join(before)}" if before else ""
+            require(left % size == 0, f"{named}: does not divide the {ranks} ranks{said}; {fits} do")
+            left //= size
+            before += [named] if size > 1 else []
 
     def completed(self, ranks: int) -> Self:
         """These settings, valid for ``ranks`` ranks, with the values that only files tell; a task may read files here.
@@ -270,7 +282,7 @@ class TrainConfig(JobConfig):
         decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
         below = decay is None or self.lr_warmup_iters < decay
         require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
-        replicas = ranks // self.model_parallel_size
+        replicas = ranks // self.replica_size
         step = self.micro_batch_size * replicas
         batch = self.global_batch_size or step
         require(

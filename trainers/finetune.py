@@ -53,7 +53,7 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
         unkept = "without --save DIR no checkpoint is kept: the run prints its measures, and its model is lost"
         for line in [*files.task.remarks, *([unkept] if config.save is None else [])]:
             print(line, file=sys.stderr, flush=True)
-    config = config.scheduled(len(files.train.samples), world.size // config.model_parallel_size)
+    config = config.scheduled(len(files.train.samples), world.size // config.replica_size)
     if config.seeds == 1:
         return train(config, world, lambda one, comm: FinetuneTask(one, comm, files), stopping), config.save
     folder = Path(config.save or "")

@@ -90,7 +90,7 @@ class GenerateConfig(LoadConfig):
         asked = [self.prompt is not None, self.prompts is not None, self.interactive]
         require(sum(asked) == 1, "--prompt, --prompts, --interactive: want exactly one of them")
         if self.interactive:
-            whole = self.model_parallel_size == ranks
+            whole = self.replica_size == ranks
             split = given(self, "tensor_model_parallel_size")
             if self.pipeline_model_parallel_size > 1:
                 split += f" times {given(self, 'pipeline_model_parallel_size')}"

@@ -145,8 +145,8 @@ def load_trained(
         settings = read_settings(found, _CONFIGS[kind_found], state.settings, lambda made: made.model())
         settings = replace(
             settings, tensor_model_parallel_size=grid.tensor.size, pipeline_model_parallel_size=grid.pipeline.size,
-            num_layers_per_virtual_pipeline_stage=None, sequence_parallel=False, recompute_granularity=None,
-            pad_attention_heads=True,
+            num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, cp_comm_type=None,
+            sequence_parallel=False, recompute_granularity=None, pad_attention_heads=True,
         )  # fmt: skip
         _require_split(settings, grid)
         read = None if state.data is None else state.data.model_dump()

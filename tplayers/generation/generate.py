@@ -80,7 +80,7 @@ def generate(
     ]
     columns = model.config.padded_vocab_size // model.comm.size
     chooser = TokenChooser(model.comm, model.config.vocab_size, columns, sampling, model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), model.without_context():
         fast: GPT | StagedModel
         if stages is None:
             fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from commengine.cost import TransformerShape
-from tplayers.attention.head_split import split_heads
+from tplayers.attention.head_split import HeadSplit, split_heads
 from tplayers.attention.rotary import RopeScaling, require_pairs
 from tplayers.attention.self_attention import DropoutMask
 from tplayers.mlp import Gelu
@@ -125,8 +125,8 @@ class TransformerConfig:
 
         tensor: the ranks of the tensor group, for which heads of zeros are added with ``pad_attention_heads``.
         """
-        pad, heads, groups = self.pad_attention_heads, self.num_attention_heads, self.query_groups
-        split = split_heads(tensor, heads, groups, self.head_size, pad=True) if pad else None
+        heads, groups = self.num_attention_heads, self.query_groups
+        split = self.head_split(tensor) if self.pad_attention_heads else None
         if split is not None:
             heads, groups = split.padded_groups * split.padded_queries, split.padded_groups
         size = self.kv_channels if heads == self.num_attention_heads else self.head_size
@@ -136,6 +136,11 @@ class TransformerConfig:
             rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
             biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,
         )  # fmt: skip
+
+    def head_split(self, tensor: int) -> HeadSplit:
+        """How ``tensor`` ranks share the attention heads. Raises ValueError where they cannot."""
+        heads, groups = self.num_attention_heads, self.query_groups
+        return split_heads(tensor, heads, groups, self.head_size, pad=self.pad_attention_heads)
 
     def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
         """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
@@ -153,7 +158,7 @@ class TransformerConfig:
             tensor, **({} if pad else heads), ffn_hidden_size=self.ffn_size,
             padded_vocab_size=self.padded_vocab_size, **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
-        split_heads(tensor, self.num_attention_heads, self.query_groups, self.head_size, pad=pad)
+        self.head_split(tensor)
         if self.position_embedding_type == "rope":
             heads_of = f"num_attention_heads={self.num_attention_heads} = {self.head_size}"
             sizes = f"hidden_size={self.hidden_size} / {heads_of}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 import torch
@@ -254,6 +255,18 @@ class Transformer(nn.Module):
             with torch.device("meta"):
                 found = vars(self)["_whole"] = type(self)(self.config, self.comm, dtype=self._weight.dtype)
         return found
+
+    @contextlib.contextmanager
+    def without_context(self) -> Iterator[None]:
+        """In this block each rank of the context group computes whole sequences by itself, as without such a group."""
+        shared = [(module, module.context) for module in self.modules() if getattr(module, "context", None) is not None]
+        for module, _ in shared:
+            module.context = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, context in shared:
+                module.context = context
 
     # The output layer ---------------------------------------------------------------------------------------------
 

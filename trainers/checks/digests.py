@@ -22,8 +22,12 @@ from trainers.training.trainer import Step, Trainer
 #: the end of the names of digests in metrics.jsonl
 SUFFIX = "_digest"
 
-#: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups; without stages a row has no third
-LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+#: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups, and the group of each. A row has
+#: the third and the fourth only where they are above 1
+LAYOUT = {
+    "tensor_model_parallel_size": "tensor", "data_parallel_size": "data",
+    "pipeline_model_parallel_size": "pipeline", "context_parallel_size": "context",
+}  # fmt: skip
 
 #: of a digest: every program that reads JSON keeps whole numbers of this size
 BITS = 52
@@ -51,9 +55,8 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
 
 def layout(trainer: Trainer) -> dict[str, int]:
     """The layout of the step's ranks, which stands beside the digests: a run may go on at another one."""
-    grid = trainer.grid
-    sizes = dict(zip(LAYOUT, (grid.tensor.size, grid.data.size, grid.pipeline.size), strict=True))
-    return {name: size for name, size in sizes.items() if name != LAYOUT[2] or size > 1}
+    sizes = {name: getattr(trainer.grid.layout, axis) for name, axis in LAYOUT.items()}
+    return {name: size for name, size in sizes.items() if LAYOUT[name] in ("tensor", "data") or size > 1}
 
 
 def weights_digest(trainer: Trainer) -> int:

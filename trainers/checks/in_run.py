@@ -68,12 +68,12 @@ class SpikeDetector:
 def save_batch(trainer: Trainer, k: int, folder: Path) -> Path:
     """Write this rank's samples of global batch ``k``, from 0, if it is the first that has them. Not collective.
 
-    The file, whose path is returned on all ranks of the tensor and the pipeline group, is a safetensors file: the
-    tensors of the microbatches, one after the other along their first dimension, and ``numbers``, int64, those of the
-    samples. Raises OSError if it cannot be written.
+    The file, whose path is returned on all ranks of the tensor, the context and the pipeline group, is a safetensors
+    file: the tensors of the microbatches, one after the other along their first dimension, and ``numbers``, int64,
+    those of the samples. Raises OSError if it cannot be written.
     """
     path = folder / f"step_{k + 1:07d}-replica_{trainer.grid.data.rank}.safetensors"
-    if trainer.grid.tensor.rank == trainer.grid.pipeline.rank == 0:
+    if trainer.grid.tensor.rank == trainer.grid.context.rank == trainer.grid.pipeline.rank == 0:
         microbatches = list(trainer.batches(k))
         tensors: dict[str, Tensor] = {"numbers": torch.tensor([n for batch in microbatches for n in batch.numbers])}
         names = [name for name, value in vars(microbatches[0]).items() if isinstance(value, Tensor)]
@@ -132,7 +132,7 @@ class InRunChecks:
         """Around ``trainer.step()``. A step that has diverged (`Diverged`) leaves its batch."""
         try:
             grid = self._trainer.grid
-            log = trace(grid.tensor, grid.data, grid.pipeline) if self._paced else contextlib.nullcontext()
+            log = trace(*grid.groups) if self._paced else contextlib.nullcontext()
             with log as self._log:
                 yield
         except Diverged as error:

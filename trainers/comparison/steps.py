@@ -35,11 +35,14 @@ def unlike_models(one: Path, other: Path) -> str:
 def layouts(rows: Iterable[Mapping[str, Any]]) -> str:
     """The layouts in which a run did the steps of these rows, in words, such as "1 x 2 at steps 1 to 3; 2 x 1 at 4".
 
-    A layout is tensor x data, and in a pipeline x stages.
+    A layout is tensor x data, and in a pipeline x stages. The ranks of a context group follow by name.
     """
 
     def layout(row: Row) -> str:
-        return " x ".join(f"{row[name]:.0f}" for name in LAYOUT if name in row) or "not known"
+        sizes = {axis: f"{row[name]:.0f}" for name, axis in LAYOUT.items() if name in row}
+        if "context" in sizes:
+            sizes["context"] = f"context {sizes['context']}"
+        return " x ".join(sizes.values()) or "not known"
 
     spans = [(name, [row["iteration"] for row in some_rows]) for name, some_rows in groupby(rows, layout)]
     if len(spans) == 1:

@@ -111,7 +111,7 @@ def _logits(
     sources = held_out(config, parts, task, grid.data)
     total, active = sum(part.iterations for part in sources), grid.world.rank == 0
     with metrics.progress_bar(total, "batch", active=active, title=found.parent.name) as bar:
-        evaluate_sources(model, LabelLoss(task.unit, kept), sources, grid.data, bar.update)
+        evaluate_sources(model, LabelLoss(task.unit, kept), sources, grid, bar.update)
     return kept.gathered(grid.data)
 
 

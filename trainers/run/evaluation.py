@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator, UsageError
+from commengine import ProcessGrid, UsageError
 from tplayers import StageInput
 from trainers.pipeline.schedule import Schedule, activations_like
 from trainers.training.interfaces import FiniteBatchSource, Objective
@@ -49,7 +49,7 @@ def total(means: Mapping[str, Mean]) -> float:
 
 
 def evaluate_sources(
-    model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], data: Communicator,
+    model: nn.Module, objective: Objective[Any], sources: Sequence[HeldOut], grid: ProcessGrid,
     between: Callable[[], object] = lambda: None, schedule: Schedule | None = None,
 ) -> Evaluation:  # fmt: skip
     """The objective's terms, by name, over at least one source. Collective, with errors and ``between`` as `evaluate`.
@@ -58,7 +58,7 @@ def evaluate_sources(
     """
     found = {
         source.name: evaluate(
-            model, objective, source.batches, data, iterations=source.iterations, between=between, schedule=schedule
+            model, objective, source.batches, grid, iterations=source.iterations, between=between, schedule=schedule
         )
         for source in sources
     }
@@ -73,7 +73,7 @@ def evaluate_sources(
 
 
 def evaluate(
-    model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], data: Communicator, *,
+    model: nn.Module, objective: Objective[Any], batches: FiniteBatchSource[Any], grid: ProcessGrid, *,
     iterations: int, between: Callable[[], object] = lambda: None, schedule: Schedule | None = None,
 ) -> dict[str, Mean]:  # fmt: skip
     """The objective's terms, by name, over the first ``iterations`` global batches, at most all samples.
@@ -82,12 +82,16 @@ def evaluate(
     evaluation by an exception that it raises on all ranks. schedule: of the pipeline of which ``model`` is a stage;
     None if it is the whole model.
 
-    Collective over ``data``, the model's tensor group and the pipeline. Leaves the model in training mode. Raises
-    UsageError, on all ranks, where a batch is not usable.
+    grid: the data group has the samples. If the model has a context group, each of its ranks has the whole batch, and
+    the losses of some positions.
+
+    Collective over the data group, the model's tensor and context group, and the pipeline. Leaves the model in training
+    mode. Raises UsageError, on all ranks, where a batch is not usable.
     """
     terms = len(objective.names)
     totals = torch.zeros(2 * terms + 1, dtype=torch.float64)  # sums, counts, microbatches that are not usable
-    sums = torch.zeros(terms, dtype=torch.float64, device=data.device)  # read once, because reading waits for a device
+    # Read once, because reading waits for a device.
+    sums = torch.zeros(terms, dtype=torch.float64, device=grid.world.device)
     model.eval()
     try:
         with torch.no_grad():
@@ -108,7 +112,9 @@ def evaluate(
         of_stages = totals[:terms].clone()
         schedule.pipeline.all_reduce(of_stages)
         totals[:terms] = of_stages
-    data.all_reduce(totals)
+    shared = getattr(model, "context", None) is not None
+    (grid.replicas if shared else grid.data).all_reduce(totals[:terms])
+    grid.data.all_reduce(totals[terms:])
     if totals[-1]:
         raise UsageError(batches.unusable)
     means = (totals[:terms] / totals[terms:-1]).tolist()

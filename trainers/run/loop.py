@@ -147,7 +147,7 @@ class _Run:
         self.stopping.begin()
         grid = self.trainer.grid
         first = grid.world.rank == 0
-        with trace(grid.tensor, grid.data, grid.pipeline) as log:
+        with trace(*grid.groups) as log:
             begun = StepFile(Path(self.config.step_file) if self.config.step_file and first else None)
             if self.trainer.iteration:  # the evaluation and the report of this step may be left, and may take long
                 begun.begin(self.trainer.iteration)
@@ -231,7 +231,7 @@ class _Run:
         try:
             objective = self.task.evaluation_objective()
             found = evaluate_sources(
-                trainer.model, objective, self.task.held_out, trainer.grid.data, between, trainer.schedule
+                trainer.model, objective, self.task.held_out, trainer.grid, between, trainer.schedule
             )
         except _EvaluationLeft:
             return

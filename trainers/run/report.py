@@ -57,6 +57,7 @@ class Report(Remarks):
     tensor_model_parallel_size: int
     data_parallel_size: int
     pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
     train_loss: float | None
     validation_loss: float | None
     token_loss: float | None = None
@@ -73,8 +74,9 @@ class Report(Remarks):
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
         item = unit.partition("/")[2] or "item"
-        stages = self.pipeline_model_parallel_size
+        stages, parts = self.pipeline_model_parallel_size, self.context_parallel_size
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
+        layout += f" x context {parts}" if parts > 1 else ""
         layout += f" x pipeline {stages}" if stages > 1 else ""
         lines = [f"{self.iteration} steps, {_count(self.parameters)} parameters, {layout}", ""]
         several = self.token_loss is not None and self.token_loss != self.validation_loss
@@ -173,6 +175,7 @@ def report(
         tensor_model_parallel_size=trainer.grid.tensor.size,
         data_parallel_size=trainer.grid.data.size,
         pipeline_model_parallel_size=trainer.grid.pipeline.size,
+        context_parallel_size=trainer.grid.context.size,
         train_loss=train_loss,
         validation_loss=None if means is None else total(means),
         token_loss=None if first is None else first.loss,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
-from tplayers import BERT, BERTConfig, ModelPart, Randomness
+from tplayers import BERT, BERTConfig, ContextGroup, ModelPart, Randomness
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from tplayers.models.config import NORM_PLACEMENTS
@@ -41,6 +41,7 @@ class BERTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
 
     task = "bert"
+    causal = False
 
     seq_length: Length = option(512, "tokens of a sample, [CLS] and [SEP] included", fixed=True)
     vocab_file: str | None = option(
@@ -100,9 +101,10 @@ class BERTTrainConfig(TransformerTrainConfig):
         return BERTConfig(**self.shape(BERTConfig), binary_head=not self.bert_no_binary_head)
 
     def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
-    ) -> BERT:
-        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part)
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
+        context: ContextGroup | None = None,
+    ) -> BERT:  # fmt: skip
+        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, context=context)
 
     def open_corpus(self) -> Corpus:
         return open_masked_corpus(self, self.wordpieces(), self.rules())
@@ -217,7 +219,8 @@ class BERTTask(TransformerTask[BERTTrainConfig]):
             return Remarks(None, masked, completed, completes=True)
         measures = {f"validation_{name}": mean.loss for name, mean in evaluated.items()}
         right = RightPredictions(binary_head=not self.config.bert_no_binary_head)
-        shares = evaluate_sources(model, right, self.held_out, grid.data, schedule=self.trainer.schedule).means
+        with model.without_context():
+            shares = evaluate_sources(model, right, self.held_out, grid, schedule=self.trainer.schedule).means
         measures |= {name: mean.loss for name, mean in shares.items()}
         size = model.config.vocab_size
         unigram = unigram_entropy(self.corpus, size, self._evaluated, grid.world)
@@ -244,7 +247,7 @@ class BERTTask(TransformerTask[BERTTrainConfig]):
             return found.copy_(predict(model, tokens, types, lengths, positions)[0])
 
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), model.without_context():
             schedule.evaluate(1, lambda _, at: schedule.call(model, at, best), lambda _: model.activations(tokens))
         model.train()
         schedule.pipeline.broadcast(found, schedule.pipeline.size - 1)

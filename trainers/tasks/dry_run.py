@@ -104,7 +104,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     """
     tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
-    data, shape = ranks // config.model_parallel_size, config.cost_shape()
+    data, shape = ranks // config.replica_size, config.cost_shape()
     most = max(_stages(config), key=lambda stage: stage.layers)
     here = replace(shape, layers=most.layers)
     microbatches = config.batch_size(data) // (micro * data)
@@ -167,7 +167,7 @@ def forecast(
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    data = ranks // config.model_parallel_size
+    data = ranks // config.replica_size
     kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
     shape = config.cost_shape()
     batch, groups = config.batch_size(data), collectives(config, ranks, device)
@@ -229,7 +229,7 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
             model = None if config.cost_model is None else FittedModel.load(Path(config.cost_model))
             found = forecast(config, comm.size, rate, comm.device, model)
         stages = config.pipeline_model_parallel_size
-        layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.model_parallel_size}"
+        layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.replica_size}"
         layout += f" x pipeline {stages}" if stages > 1 else ""
         print(f"--dry-run on {comm.size} ranks, {layout}: nothing is trained")
         print("\n".join(found.lines()), flush=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream
-from tplayers import GPT, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
+from tplayers import GPT, ContextGroup, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.models.config import POSITION_EMBEDDINGS
 from tplayers.norm import NORMS
@@ -48,6 +48,7 @@ class GPTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_gpt`. A field is the flag of the same name, with dashes."""
 
     task = "gpt"
+    causal = True
 
     sample_tokens: Annotated[int, between(0, 2**16)] = option(
         64, "length of the text that continues the report's sample"
@@ -119,9 +120,10 @@ class GPTTrainConfig(TransformerTrainConfig):
         return GPTConfig(**self.shape(GPTConfig) | own, add_bias_linear=not self.disable_bias_linear)
 
     def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
-    ) -> GPT:
-        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part)
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
+        context: ContextGroup | None = None,
+    ) -> GPT:  # fmt: skip
+        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, context=context)
 
     def open_corpus(self) -> Corpus:
         return open_corpus(self)

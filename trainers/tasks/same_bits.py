@@ -49,7 +49,7 @@ class SameBitsConfig(TrainConfig):
             require(self.deterministic_shards is None, f"{given(self, 'deterministic_shards')}: needs --deterministic")
             return
         tensor = self.tensor_model_parallel_size
-        replicas = ranks // self.model_parallel_size
+        replicas = ranks // self.replica_size
         named = f"--deterministic-shards {shards}"
         require(shards.bit_count() == 1, f"{named}: must be a power of two")
         require(

@@ -65,7 +65,7 @@ class StagesConfig(LayerConfig):
             not self.compile or self.chunks <= COMPILED_CHUNKS,
             f"{named}: {self.chunks} stretches a stage; --compile takes at most {COMPILED_CHUNKS}",
         )
-        replicas = ranks // self.model_parallel_size
+        replicas = ranks // self.replica_size
         batch = self.global_batch_size or self.micro_batch_size * replicas
         microbatches = batch // (replicas * self.samples_at_once)
         require(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError, cost
-from tplayers import BERT, GPT, ModelPart, TransformerConfig
+from tplayers import BERT, GPT, ContextGroup, ModelPart, TransformerConfig
 from trainers import presets
 from trainers.config import LOAD, TrainConfig, of_other_program
 from trainers.data.batches import GlobalBatches
@@ -34,13 +34,13 @@ from trainers.training.interfaces import Objective
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
+from .context import ContextConfig
 from .other_models import require_same, settings_of_load
 from .same_bits import SameBitsConfig
-from .stages import StagesConfig
 
 
 @dataclass(frozen=True)
-class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, ABC):
+class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
     """A training run of a transformer on text: the settings that GPT and BERT share.
 
     A subclass says what is trained: `model`, `network`, `open_corpus`, `batches` and `objective`.
@@ -104,6 +104,7 @@ class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, ABC):
         if config.dry_run and config.load is not None and of_other_program(config.load):
             config.open_other().close()  # a run opens it when its trainer is made
         config.require_split(ranks)
+        config.require_context(config.model(), config.seq_length)
         config.require_shards(config.model())
         config = replace(config, deterministic_shards=config.canonical_shards)
         config.require_memory()
@@ -143,16 +144,17 @@ class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, ABC):
 
     @abstractmethod
     def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None
-    ) -> GPT | BERT:
+        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
+        context: ContextGroup | None = None,
+    ) -> GPT | BERT:  # fmt: skip
         """A new model over a tensor group, or a part of it. Collective.
 
-        overlap: the stream on which the backward communicates.
+        overlap: the stream on which the backward communicates. context: the ranks that share sequences.
         """
 
     def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
-        return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank])
+        return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], self.context_group(grid))
 
     def cost_shape(self) -> cost.TransformerShape:
         """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
@@ -203,7 +205,8 @@ class TransformerTrainConfig(SameBitsConfig, StagesConfig, TextConfig, ABC):
         stages = self.pipeline_model_parallel_size
         weights = cost.parameters(self.model().cost_shape(self.positions, self.task, tensor), tensor) / stages
         kept = 1 if self.recompute_granularity == "full" else self.num_layers // stages
-        inputs = kept * self.micro_batch_size * self.seq_length * width // (tensor if self.sequence_parallel else 1)
+        shares = self.context_parallel_size * (tensor if self.sequence_parallel else 1)
+        inputs = kept * self.micro_batch_size * self.seq_length * width // shares
         there = machine_memory(self.device)
         for needed, what in (
             (2 * element * weights, f"weights and gradients of {weights:.3g} parameters: --hidden-size {width}, "

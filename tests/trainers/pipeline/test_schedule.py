@@ -129,7 +129,7 @@ def test_an_evaluation_has_the_losses_of_one_rank(mpi_world, itself, chunks, kin
         alone = small_runs.alone(itself, kind, layers=8)
         found, expected = (
             evaluate(
-                one.model, one.objective, Finite(kind, one.grid.data, micro=1), one.grid.data, iterations=2,
+                one.model, one.objective, Finite(kind, one.grid.data, micro=1), one.grid, iterations=2,
                 schedule=schedule,
             )
             for one, schedule in ((trainer, trainer.schedule), (alone, None))

@@ -46,7 +46,7 @@ def test_every_sample_counts_once(world, alone, held_out, tensor, micro):
         model = gpt(grid.tensor)
         batches = TokenBatches(samples, size=8, micro=micro, data=grid.data, **WORDS)
         for iterations in (1, 2, 100):
-            loss, tokens = evaluate(model, NextToken(), batches, grid.data, iterations=iterations)["lm_loss"]
+            loss, tokens = evaluate(model, NextToken(), batches, grid, iterations=iterations)["lm_loss"]
             expected, counted = direct(gpt(alone), samples, 8 * iterations)
             assert tokens == counted
             assert loss == pytest.approx(expected, rel=1e-10)
@@ -58,7 +58,7 @@ def test_a_split_smaller_than_the_ranks(world, alone):
     samples = ZipfSamples(50, 8, seed=2, count=1)
     with ProcessGrid(world, tensor=1) as grid:
         batches = TokenBatches(samples, size=world.size, micro=1, data=grid.data, **WORDS)
-        loss, tokens = evaluate(gpt(grid.tensor), NextToken(), batches, grid.data, iterations=3)["lm_loss"]
+        loss, tokens = evaluate(gpt(grid.tensor), NextToken(), batches, grid, iterations=3)["lm_loss"]
     assert tokens == 8
     assert loss == pytest.approx(direct(gpt(alone), samples, 1)[0], rel=1e-10)
 
@@ -68,7 +68,7 @@ def test_dropout_is_off_and_training_goes_on_as_before(world):
         model = gpt(grid.tensor)
         before = [p.detach().clone() for p in model.parameters()]
         batches = TokenBatches(ZipfSamples(50, 8, 1, 5), size=world.size, micro=1, data=grid.data, **WORDS)
-        losses = {evaluate(model, NextToken(), batches, grid.data, iterations=9)["lm_loss"] for _ in range(2)}
+        losses = {evaluate(model, NextToken(), batches, grid, iterations=9)["lm_loss"] for _ in range(2)}
         assert len(losses) == 1
         assert model.training and all(layer.training for layer in model.modules())
         assert all(p.grad is None for p in model.parameters())

@@ -39,8 +39,8 @@ def test_interleaved_stages_have_equal_stretches():
 
 def test_stages_share_the_ranks_with_tensor_groups_and_replicas():
     config = checked(8, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, micro_batch_size=3)
-    assert config.model_parallel_size == 4
-    assert config.batch_size(8 // config.model_parallel_size) == 6
+    assert config.replica_size == 4
+    assert config.batch_size(8 // config.replica_size) == 6
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,7 @@ def test_stages_share_the_ranks_with_tensor_groups_and_replicas():
     [
         (
             6, {"pipeline_model_parallel_size": 4},
-            r"--pipeline-model-parallel-size 4: does not divide the 6 ranks, with --tensor-model-parallel-size 1; "
-            r"\[1, 2, 3, 6\] do",
+            r"--pipeline-model-parallel-size 4: does not divide the 6 ranks; \[1, 2, 3, 6\] do",
         ),
         (
             16, {"pipeline_model_parallel_size": 16},

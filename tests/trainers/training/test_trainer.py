@@ -134,7 +134,7 @@ def test_a_model_of_someone_elses_is_trained_as_by_a_plain_loop(world, overlap, 
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-7, atol=1e-9, msg=name)
     assert trainer.parameters() == sum(p.numel() for p in model.parameters())
 
-    means = evaluate(trainer.model, trainer.objective, Source(grid.data), grid.data, iterations=2)
+    means = evaluate(trainer.model, trainer.objective, Source(grid.data), grid, iterations=2)
     batch = rows(range(2 * SIZE))
     known = batch.known >= 0
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_a_batch_that_is_not_usable_on_one_rank_is_an_error_on_all(world):
     with pytest.raises(UsageError, match=r"^step 2: a row is not a number$"):
         trainer.step()
     with pytest.raises(UsageError, match=r"^a row is not a number$"):
-        evaluate(trainer.model, trainer.objective, trainer.batches, grid.data, iterations=3)
+        evaluate(trainer.model, trainer.objective, trainer.batches, grid, iterations=3)
     trainer.close()
 
 

@@ -1,0 +1,93 @@
+"""The settings of ranks that share sequences: the groups, and what is refused by name."""
+
+import pytest
+
+from commengine import UsageError
+from trainers.tasks.bert import BERTTrainConfig
+from trainers.tasks.context import METHODS
+from trainers.tasks.gpt import GPTTrainConfig
+
+BASE = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 48, "vocab_size": 64, "mock_data": True,
+    "make_vocab_size_divisible_by": 16,
+}  # fmt: skip
+
+
+def checked(ranks, kind=GPTTrainConfig, **settings):
+    config = kind(**(BASE | settings))
+    config.validate(ranks)
+    return config.completed(ranks)
+
+
+def test_a_context_group_is_of_one_replica():
+    config = checked(16, context_parallel_size=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert config.replica_size == 8 and config.batch_size(16 // config.replica_size) == 2
+    assert config.context_method == "ulysses"
+
+
+@pytest.mark.parametrize("kind", [GPTTrainConfig, BERTTrainConfig])
+@pytest.mark.parametrize("way", METHODS)
+@pytest.mark.parametrize("length", range(44, 60))
+def test_lengths_that_are_taken_are_those_that_can_be_cut(kind, way, length):
+    """A rank's part is of whole positions, and of two equal chunks where early and late positions cost differently."""
+    parts = 4 if kind is GPTTrainConfig and way != "a2a" else 2
+    settings = {"context_parallel_size": 2, "cp_comm_type": way, "seq_length": length, "kind": kind}
+    if length % parts == 0:
+        assert checked(2, **settings).context_method == METHODS[way]
+        return
+    suggested = length // parts * parts
+    with pytest.raises(
+        UsageError, match=f"--seq-length {length}: must be a multiple of {parts} .*such as {suggested}$"
+    ):
+        checked(2, **settings)
+
+
+SHARED = {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "words"),
+    [
+        (6, {"context_parallel_size": 4}, r"--context-parallel-size 4: does not divide the 6 ranks; \[1, 2, 3, 6\] do"),
+        (
+            8, {"tensor_model_parallel_size": 2, "context_parallel_size": 3},
+            r"--context-parallel-size 3: does not divide the 8 ranks, with --tensor-model-parallel-size 2; "
+            r"\[1, 2, 4\] do",
+        ),
+        (
+            8, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 3},
+            r"--pipeline-model-parallel-size 3: does not divide the 8 ranks, with --tensor-model-parallel-size 2 and "
+            r"--context-parallel-size 2; \[1, 2\] do",
+        ),
+        (2, {"cp_comm_type": "p2p"}, "--cp-comm-type p2p: needs a --context-parallel-size above 1"),
+        (
+            3, {"context_parallel_size": 3},
+            r"--context-parallel-size 3: does not divide the 8 attention heads of a rank, as --cp-comm-type a2a needs; "
+            r"\[1, 2, 4, 8\] do, and --cp-comm-type p2p takes any number",
+        ),
+        (
+            8, {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "seq_length": 52, "cp_comm_type": "p2p"},
+            "--seq-length 52: must be a multiple of 8 with --context-parallel-size 4 and --cp-comm-type p2p, such as ",
+        ),
+        (
+            8,
+            {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "seq_length": 4, "sequence_parallel": True},
+            "--seq-length 4: must be a multiple of 8 with --context-parallel-size 2 and --tensor-model-parallel-size 4"
+            ", such as 8",
+        ),
+        (2, SHARED | {"compile": True}, "--context-parallel-size 2: excludes --compile"),
+        (
+            2, SHARED | {"deterministic": True, "global_batch_size": 2},
+            "--context-parallel-size 2: excludes --deterministic",
+        ),
+        (
+            2, SHARED | {"cp_comm_type": "all_gather", "attention_dropout_mask": "fused"},
+            "--attention-dropout-mask fused: .* valid: position, or --cp-comm-type a2a",
+        ),
+        (4, SHARED | {"global_batch_size": 3}, "--global-batch-size 3: must be a multiple .* data-parallel size 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(ranks, settings, words):
+    with pytest.raises(UsageError, match=words) as raised:
+        checked(ranks, **settings)
+    assert "\n" not in str(raised.value)
