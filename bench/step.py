@@ -147,15 +147,18 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
 
 def describe(config: TracedConfig, ranks: int) -> str:
     """The model, and how it is spread over the ranks, in one line."""
-    tensor, recompute = config.tensor_model_parallel_size, config.recompute_granularity
-    stages = config.pipeline_model_parallel_size
-    split = {"tensor": tensor, "data": ranks // (tensor * stages), "pipeline": stages}
+    recompute = config.recompute_granularity
+    split = {
+        "tensor": config.tensor_model_parallel_size, "data": ranks // config.replica_size,
+        "context": config.context_parallel_size, "pipeline": config.pipeline_model_parallel_size,
+    }  # fmt: skip
     bert = config if isinstance(config, BERTTrainConfig) else None
     options = {
         "post-LN": bert is not None and bert.norm_placement == "post",
         "masked tokens alone": bert is not None and bert.bert_no_binary_head,
         "sequence-parallel": config.sequence_parallel,
         f"recompute {recompute}": recompute not in (None, "none"),
+        f"attention by {config.context_method}": config.context_parallel_size > 1,
         f"{config.chunks} stretches of layers a stage": config.chunks > 1,
         "distributed optimizer": config.use_distributed_optimizer,
     }
@@ -163,7 +166,7 @@ def describe(config: TracedConfig, ranks: int) -> str:
         f"{config.task.upper()} of {config.num_layers} layers", f"hidden {config.hidden_size}",
         f"sequence {config.seq_length}",
         f"micro-batch {config.micro_batch_size}", "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
-        " x ".join(f"{axis} {size}" for axis, size in split.items() if axis != "pipeline" or size > 1),
+        " x ".join(f"{axis} {size}" for axis, size in split.items() if axis in ("tensor", "data") or size > 1),
         *(name for name, chosen in options.items() if chosen),
     ])  # fmt: skip
 

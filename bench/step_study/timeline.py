@@ -18,13 +18,16 @@ PHASES = {
     "forward": "#cfe3f5", "recompute": "#f6e3b4", "backward": "#d3ecd0", "labels": "#eeeeee", PIPELINE: "#ffffff",
     "gradients": "#e3dcef", "loss and norm": "#dddddd", "optimizer": "#f0d9d3",
 }  # fmt: skip
-#: strong colours of collectives: warm for the tensor group, cold for the data group, green for the pipeline
+#: strong colours of collectives: warm for the tensor group, cold for the data group and the replicas, green for the
+#: pipeline, violet for context groups
 COLLECTIVES = {
     ("tensor", "all_reduce"): "#c8281e", ("tensor", "all_gather"): "#f08c1e", ("tensor", "reduce_scatter"): "#8c4a14",
     ("data", "all_reduce"): "#5a3fa0", ("data", "all_gather"): "#2f7fc1", ("data", "reduce_scatter"): "#1c3f78",
     ("pipeline", "send"): "#0f7a5a", ("pipeline", "recv"): "#4fb38f", ("pipeline", "all_reduce"): "#7d8f2a",
-    ("ends", "all_reduce"): "#b5a12a",
+    ("ends", "all_reduce"): "#b5a12a", ("context", "all_to_all"): "#b0308c", ("context", "sendrecv"): "#d05fb4",
+    ("context", "all_gather"): "#d05fb4", ("context", "reduce_scatter"): "#7d1f63",
 }  # fmt: skip
+COLLECTIVES |= {("replicas", kind): colour for (group, kind), colour in COLLECTIVES.items() if group == "data"}
 OTHER = "#555555"
 NAMES = {
     "embedding": "emb", "MLM head": "mlm", "output layer": "out", "pooler": "pool", "loss and norm": "norm",

@@ -147,8 +147,7 @@ def trace_steps(trainer: Trainer, warmup: int, steps: int, done: Callable[[], ob
 def groups_of(trainer: Trainer) -> list[Communicator]:
     """The groups whose collectives are a step's."""
     grid, tied = trainer.grid, trainer.tied
-    found = [grid.tensor, grid.data]
-    found += [grid.pipeline] if grid.pipeline.size > 1 else []
+    found = grid.groups if grid.pipeline.size > 1 else grid.groups[:-1]
     return found + ([] if tied is None or tied.ends is None else [tied.ends])
 
 
@@ -167,10 +166,10 @@ def _event(
     backward: streams that carry gradients between stages. at: puts a moment on the clock of all ranks.
     """
     span = spans[max(0, bisect.bisect_right(spans, one.enqueue, key=lambda span: span.start) - 1)]
-    in_backward = one.group == "data" and span.phase in MODEL_PHASES
+    in_backward = one.group in ("data", "replicas") and span.phase in MODEL_PHASES
     part, phase = ("gradients", "") if in_backward else (span.part, span.phase)
     peer = None
-    if OPERATIONS[one.operation].pairwise and one.root is not None:
+    if one.group == PIPELINE and OPERATIONS[one.operation].pairwise and one.root is not None:
         part, phase = PIPELINE, "backward" if one.stream in backward else "forward"
         peer = groups[one.group][one.root]
     waited = None

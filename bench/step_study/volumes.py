@@ -27,7 +27,8 @@ SOURCES = (
     "[M] Shoeybi et al. 2019, Megatron-LM, section 3 and Figure 4 (layers, embedding, loss), appendix B.1 (gradients); "
     "[K] Korthikanti et al. 2022, sections 4.2.2 (sequence parallelism) and 5 (recomputation); "
     "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7; [P] Narayanan et al. 2021, section 4.1 (messages between "
-    "stages). The others are this trainer's own: commengine/cost/step.py"
+    "stages); [U] Jacobs et al. 2023 and [R] Liu et al. 2023 (shared sequences). The others are this trainer's own: "
+    "commengine/cost/step.py"
 )
 #: endings of the names of parameters that act on sequence shards: each rank has a part of their gradient [K]
 PARTIAL = (
@@ -128,28 +129,38 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     because an fp16 gradient overflowed.
     """
     assert config.ddp_bucket_size is not None
-    layout = GridLayout(world_size, config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size)
-    tensor, data, zero1 = layout.tensor, layout.data, config.use_distributed_optimizer
+    layout = GridLayout(
+        world_size, config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size
+    )
+    tensor, data, context = layout.tensor, layout.data, layout.context
+    zero1, replicas = config.use_distributed_optimizer, data * context
+    of_replicas = "data" if context == 1 else "replicas"
     place, stages = layout.place(rank), layout.pipeline
     part = config.parts()[place["pipeline"]]
     half = config.bf16 or config.fp16
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
     recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
+    here = replace(shape, seq=shape.seq // context)
     model = cost.tensor_parallel_collectives(
-        shape, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
+        here, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
         stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
     )  # fmt: skip
-    model += cost.loss_collectives(shape, batch, tensor, together=True, predictions=predictions)
+    model += cost.loss_collectives(here, batch, tensor, together=True, predictions=predictions)
     times = config.batch_size(data) // (batch * data)
-    shared = cost.key_value_collectives(shape, batch, tensor, element_bytes=size, recompute=recompute)
+    shared = cost.key_value_collectives(here, batch, tensor, element_bytes=size, recompute=recompute)
+    attention = cost.context_collectives(
+        shape, batch, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
+        order_head=order_head,
+    )  # fmt: skip
     in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
+    in_groups += [("context", one) for one in attention]
     of_layers = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
     found = [
         one for many in of_layers for one in _by_layer(many, shape.layers) if chunk_of(part, one.what.part) is not None
     ]
     if stages > 1:
         sent = cost.stage_messages(
-            shape, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
+            here, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
             shards=tensor if config.sequence_parallel else 1,
         )  # fmt: skip
         found += [Expected("pipeline", one) for one in sent]
@@ -159,7 +170,7 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     if tied:  # it is complete last
         sizes.sort(key=lambda one: one[0] != TIED)
     buckets = packed(
-        sizes, config.ddp_bucket_size, flat=half or zero1, ranks=data if zero1 else 1,
+        sizes, config.ddp_bucket_size, flat=half or zero1, ranks=replicas if zero1 else 1,
         kind=lambda name: (part.chunk_of(name), tied and name == TIED),
     )  # fmt: skip
     if tied:
@@ -167,16 +178,18 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         why = "gradients of both uses of a tied embedding"
         found.append(Expected("ends", Collective("all_reduce", 4 * elements, 2, 1, why, "gradients")))
     reduced = cost.data_parallel_collectives(
-        sum(elements for _, elements in sizes), data, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
+        sum(elements for _, elements in sizes), replicas, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
         gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
     )  # fmt: skip
-    found += [Expected("data", one) for one in reduced if updated or one.part == "gradients"]
+    found += [Expected(of_replicas, one) for one in reduced if updated or one.part == "gradients"]
     if config.sequence_parallel:
-        shard, shards = (place["data"], data) if zero1 else (0, 1)
+        shard, shards = (place["data"] * context + place["context"], replicas) if zero1 else (0, 1)
         partial = partial_elements(buckets, shard, shards)
         found += [Expected("tensor", one) for one in cost.sequence_parallel_collectives(partial, tensor)]
     terms = 1 + order_head
-    scalars = cost.scalar_collectives(tensor, data, pipeline=stages, zero1=zero1, fp16=config.fp16, terms=terms)
+    scalars = cost.scalar_collectives(
+        tensor, data, context=context, pipeline=stages, zero1=zero1, fp16=config.fp16, terms=terms
+    )
     return found + [Expected(group, one) for group, one in scalars]
 
 

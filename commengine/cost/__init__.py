@@ -18,6 +18,8 @@ from .collectives import Machine as Machine
 from .collectives import bus_bandwidth as bus_bandwidth
 from .collectives import bus_factor as bus_factor
 from .collectives import collective as collective
+from .context import context_collectives as context_collectives
+from .context import copies_of_groups as copies_of_groups
 from .fitted import FittedModel as FittedModel
 from .fitted import Segment as Segment
 from .generation import generation_collectives as generation_collectives

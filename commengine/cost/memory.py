@@ -4,7 +4,7 @@
     [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022: sections 4 and 5
 
 s: sequence length, b: micro-batch, h: hidden size, a: attention heads, L: layers, v: padded vocabulary, t:
-tensor-parallel size, e: bytes of an element (2 in half precision, 4 in fp32).
+tensor-parallel size, c: the ranks of a context group, e: bytes of an element (2 in half precision, 4 in fp32).
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def parameter_bytes(count: float, *, element_bytes: int = 2, gradient_bytes: int
 
 
 def layer_activation_bytes(
-    shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None
+    shape: TransformerShape, batch: int, tensor: int = 1, kept: KeptTensors | None = None, *, context: int = 1
 ) -> float:
     """Return the bytes that a layer keeps for the backward [K, Table 2].
+
+    context: the ranks that share each sequence, of which a rank has s / c positions, and their scores with all others.
 
     An element of a dropout mask has 1 byte. In half precision, by ``recompute``:
 
@@ -76,7 +78,7 @@ def layer_activation_bytes(
     """
     kept = kept or KeptTensors()
     shape.require_tensor_parallel(tensor)
-    e, tokens = kept.element_bytes, shape.seq * batch
+    e, tokens = kept.element_bytes, shape.seq * batch / context
     sbh = tokens * shape.hidden
     shards = tensor if kept.sequence_parallel else 1
     if kept.recompute == "full":
@@ -98,6 +100,8 @@ def activation_bytes(
     kept: KeptTensors | None = None,
     stage: StageShape | None = None,
     microbatches: float = 1.0,
+    *,
+    context: int = 1,
 ) -> float:
     """Return the bytes of activations when they are most: those kept, and those that the moment needs beside them.
 
@@ -114,11 +118,12 @@ def activation_bytes(
 
     stage, microbatches: of a pipeline, and what the stage keeps at once (`kept_microbatches`). The moment's needs count
     once; only the last stage has the loss, and no gradient of the embedding waits where the ends lie apart.
+    context: the ranks that share each sequence.
     """
     kept, stage = kept or KeptTensors(), stage or StageShape(shape.layers)
-    layer = layer_activation_bytes(shape, batch, tensor, kept)
-    everything = layer_activation_bytes(shape, batch, tensor, replace(kept, recompute="none"))
-    e, tokens = kept.element_bytes, shape.seq * batch
+    layer = layer_activation_bytes(shape, batch, tensor, kept, context=context)
+    everything = layer_activation_bytes(shape, batch, tensor, replace(kept, recompute="none"), context=context)
+    e, tokens = kept.element_bytes, shape.seq * batch / context
     stream = tokens * shape.hidden / (tensor if kept.sequence_parallel else 1)
     mask = stream if kept.hidden_dropout and stage.first else 0.0
     of_logit = 4 + (2 if e == 2 else 0)
@@ -138,11 +143,13 @@ def training_bytes(
     kept: KeptTensors | None = None,
     stage: StageShape | None = None,
     microbatches: float = 1.0,
+    *,
+    context: int = 1,
 ) -> dict[str, float]:
     """Return the bytes of one rank at the peak of a training step, by use; their sum is what the rank needs.
 
-    batch: of a micro-batch. tensor, data: the sizes of the tensor and data groups. stage, microbatches: as in
-    `activation_bytes`.
+    batch: of a micro-batch. tensor, data, context: the sizes of these groups. stage, microbatches: as in
+    `activation_bytes`. The replicas of a parameter are data x context ranks.
 
     - "parameters and optimizer": `parameter_bytes`.
     - "activations": `activation_bytes`.
@@ -154,12 +161,13 @@ def training_bytes(
     """
     kept = kept or KeptTensors()
     owned = parameters(shape, tensor, stage)
-    ranks = data if kept.zero1 else 1
-    activations = activation_bytes(shape, batch, tensor, kept, stage, microbatches)
+    replicas = data * context
+    ranks = replicas if kept.zero1 else 1
+    activations = activation_bytes(shape, batch, tensor, kept, stage, microbatches, context=context)
     sent = 0.0
-    if data > 1 and kept.sends_together:
+    if replicas > 1 and kept.sends_together:
         received = kept.sent_bytes or kept.gradient_bytes
-        sent = owned * (kept.sent_bytes + (received / data if kept.zero1 else 0))
+        sent = owned * (kept.sent_bytes + (received / replicas if kept.zero1 else 0))
     state = parameter_bytes(
         owned, element_bytes=kept.element_bytes, gradient_bytes=kept.gradient_bytes, zero1_ranks=ranks
     )

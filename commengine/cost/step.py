@@ -208,22 +208,32 @@ def data_parallel_collectives(
 
 
 def scalar_collectives(
-    tensor: int, data: int, *, pipeline: int = 1, zero1: bool = False, fp16: bool = False, terms: int = 1
+    tensor: int,
+    data: int,
+    *,
+    context: int = 1,
+    pipeline: int = 1,
+    zero1: bool = False,
+    fp16: bool = False,
+    terms: int = 1,
 ) -> list[tuple[str, Collective]]:
     """Return (group, collective) for the few numbers that the ranks exchange in a step. The papers do not count them.
 
-    terms: the losses of which the objective is the sum: 2 for a BERT with a sentence-order head.
+    terms: the losses of which the objective is the sum: 2 for a BERT with a sentence-order head. The replicas of a
+    parameter are the ranks of the data group, and with context groups those of both (`ProcessGrid.replicas`).
 
-    | group                  | numbers                                                                                |
-    |------------------------|----------------------------------------------------------------------------------------|
-    | data                   | int64: the labels that each term counts, and whether a token is outside the vocabulary |
-    | pipeline               | 2 int64: the most and the fewest micro-batches of a stage                              |
-    | data, pipeline         | float64: each term of the loss                                                         |
-    | pipeline, ZeRO-1: data | 2 float64: the squared norms of the gradients of replicated and of split parameters    |
-    | tensor                 | float64: the squared norm of the gradients of split parameters                         |
-    | all three              | fp16 only, int64: whether a gradient overflowed                                        |
+    | group                      | numbers                                                                            |
+    |----------------------------|------------------------------------------------------------------------------------|
+    | data                       | int64: the labels of each term, and whether a token is outside the vocabulary      |
+    | pipeline                   | 2 int64: the most and the fewest micro-batches of a stage                          |
+    | replicas, pipeline         | float64: each term of the loss                                                     |
+    | pipeline, ZeRO-1: replicas | 2 float64: the squared norms of gradients of replicated and of split parameters    |
+    | tensor                     | float64: the squared norm of the gradients of split parameters                     |
+    | tensor, replicas, pipeline | fp16 only, int64: whether a gradient overflowed                                    |
     """
     sizes = {"tensor": tensor, "data": data, "pipeline": pipeline}
+    replicas = "data" if context == 1 else "replicas"
+    sizes[replicas] = data * context
 
     def one(group: str, size: float, why: str, part: str = "loss and norm") -> tuple[str, Collective]:
         return group, Collective("all_reduce", size, sizes[group], 1, why, part)
@@ -231,12 +241,12 @@ def scalar_collectives(
     found = [
         one("data", 8 * (terms + 1), "labels counted, tokens outside", "labels"),
         one("pipeline", 16, "micro-batches of the stages", "labels"),
-        *(one(group, 8 * terms, "loss") for group in ("data", "pipeline")),
+        *(one(group, 8 * terms, "loss") for group in (replicas, "pipeline")),
         one("pipeline", 16, "squared norms of the stages"),
         one("tensor", 8, "squared norm of split gradients"),
     ]
     if zero1:
-        found.append(one("data", 16, "squared norms of the shards"))
+        found.append(one(replicas, 16, "squared norms of the shards"))
     if fp16:
-        found += [one(group, 8, "whether fp16 overflowed") for group in sizes]
+        found += [one(group, 8, "whether fp16 overflowed") for group in ("tensor", replicas, "pipeline")]
     return [(group, one) for group, one in found if one.ranks > 1]

@@ -34,11 +34,12 @@ def counted(patch, moved):
     """Note in ``moved`` what the methods of communicators are given: not what a trace says of it."""
     from commengine import Communicator
 
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "send", "recv"):
+    groups = ("tensor", "tensor/block2", "context", "data", "replicas", "pipeline", "ends")
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "sendrecv"):
         original = getattr(Communicator, name)
 
         def method(self, *tensors, original=original, name=name, **more):
-            if self.name in ("tensor", "tensor/block2", "data", "pipeline", "ends") and self.size > 1:
+            if self.name in groups and self.size > 1:
                 moved.append((self.name, name, max(t.nbytes for t in tensors if hasattr(t, "nbytes"))))
             return original(self, *tensors, **more)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
+from commengine.cost import copies_of_groups
 from tplayers.functions import one_derivative
 from tplayers.placement import require_divisible
 
@@ -27,10 +27,8 @@ def whole_sequences(
     size, heads, groups = comm.size, q.shape[1], k.shape[1]
     if heads % size:
         require_divisible(size, attention_heads_of_a_rank=heads)
-    times = size // math.gcd(size, groups)
-    if (heads // groups) % times:  # a rank's queries would begin inside of a group
-        times = heads // groups
-    if times > 1:
+    times = copies_of_groups(heads, groups, size)
+    if times > 1:  # or a rank's queries would begin inside of a group
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     # [b, heads, s, d] -> [receiver, its heads, b, s, d]
     parts = [one.unflatten(1, (size, -1)).permute(1, 2, 0, 3, 4) for one in (q, k, v)]  # type: ignore[no-untyped-call]

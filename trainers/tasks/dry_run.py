@@ -85,6 +85,7 @@ def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensor
     """The settings that decide which tensors a rank keeps. overlap: whether gradients are sent during the backward."""
     element = _dtype(config).itemsize
     drawn = config.attention_dropout > 0 and config.attention_dropout_mask == "position"
+    drawn &= config.context_parallel_size == 1 or config.context_method == "ulysses"  # others keep no scores at all
     return KeptTensors(
         element_bytes=element, recompute=config.recompute_granularity or "none",
         sequence_parallel=config.sequence_parallel, hidden_dropout=config.hidden_dropout > 0,
@@ -104,9 +105,10 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     """
     tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
-    data, shape = ranks // config.replica_size, config.cost_shape()
+    data, shape, context = ranks // config.replica_size, config.cost_shape(), config.context_parallel_size
     most = max(_stages(config), key=lambda stage: stage.layers)
-    here = replace(shape, layers=most.layers)
+    whole = replace(shape, layers=most.layers)
+    here = replace(whole, seq=shape.seq // context)
     microbatches = config.batch_size(data) // (micro * data)
 
     run = cost.tensor_parallel_collectives(
@@ -116,17 +118,22 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     run += cost.loss_collectives(here, micro, tensor, together=True)
     run += cost.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
     of_tensor = [one for one in run for _ in range(microbatches)]
+    run = cost.context_collectives(
+        whole, micro, tensor, context, config.context_method, element_bytes=size, recompute=recompute
+    )
+    of_context = [one for one in run for _ in range(microbatches)]
 
     owned = cost.parameters(shape, tensor, most)
-    buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data))
+    buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data * context))
     of_data = cost.data_parallel_collectives(
-        owned, data, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
+        owned, data * context, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
         zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
     )  # fmt: skip
-    message = size * micro * config.seq_length * config.hidden_size / (tensor if config.sequence_parallel else 1)
+    message = size * micro * here.seq * config.hidden_size / (tensor if config.sequence_parallel else 1)
     why = "activations forward, gradients backward"
     messages = [Collective("p2p", message, 2, 2 * config.chunks * microbatches, why)] if stages > 1 else []
-    of_groups = (("tensor", of_tensor), ("data", of_data), ("pipeline", messages))
+    replicas = "data" if context == 1 else "replicas"
+    of_groups = (("tensor", of_tensor), ("context", of_context), (replicas, of_data), ("pipeline", messages))
     return {name: found for name, found in of_groups if found}
 
 
@@ -140,7 +147,8 @@ def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, 
     shape, recompute, micro = config.cost_shape(), config.recompute_granularity or "none", config.micro_batch_size
 
     def flops(layers: int, again: str) -> float:
-        return cost.model_flops(replace(shape, layers=layers), micro, again) / config.tensor_model_parallel_size
+        shares = config.tensor_model_parallel_size * config.context_parallel_size
+        return cost.model_flops(replace(shape, layers=layers), micro, again) / shares
 
     layer, forward = (flops(2, again) - flops(1, again) for again in (recompute, "none"))
     ends = flops(1, "none") - forward
@@ -167,6 +175,7 @@ def forecast(
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context = config.context_parallel_size
     data = ranks // config.replica_size
     kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
     shape = config.cost_shape()
@@ -174,16 +183,16 @@ def forecast(
     communication = 0.0 if not groups else None
     if groups and model is not None:
         every = (one for found in groups.values() for one in found)
-        communication = sum(one.count * model.seconds(one.operation, one.size, one.ranks) for one in every)
+        communication = sum(one.count * _seconds(model, one) for one in every)
     if stages == 1:
-        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept)
+        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept, context=context)
         flops = cost.model_flops(shape, batch, kept.recompute) / ranks
         return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
     microbatches = batch // (config.micro_batch_size * data)
     uses = [
         cost.training_bytes(
             shape, config.micro_batch_size, tensor, data, kept, stage,
-            cost.kept_microbatches(number, stages, microbatches, config.chunks),
+            cost.kept_microbatches(number, stages, microbatches, config.chunks), context=context,
         )
         for number, stage in enumerate(_stages(config))
     ]  # fmt: skip
@@ -192,6 +201,11 @@ def forecast(
     counts = [[len(chunk) for chunk in part.chunks] for part in config.parts()]
     cut = " + ".join(str(one if len(one) > 1 else one[0]) for one in counts)
     return Forecast(memory, most, rate, groups, communication, batch * config.seq_length, cut, waits / rate)
+
+
+def _seconds(model: FittedModel, one: Collective) -> float:
+    """The seconds of a collective. A hop around a ring is a message: models have no other name for it."""
+    return model.seconds("p2p" if one.operation == "sendrecv" else one.operation, one.size, one.ranks)
 
 
 def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
@@ -230,6 +244,7 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
             found = forecast(config, comm.size, rate, comm.device, model)
         stages = config.pipeline_model_parallel_size
         layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.replica_size}"
+        layout += f" x context {config.context_parallel_size}" if config.context_parallel_size > 1 else ""
         layout += f" x pipeline {stages}" if stages > 1 else ""
         print(f"--dry-run on {comm.size} ranks, {layout}: nothing is trained")
         print("\n".join(found.lines()), flush=True)

@@ -65,6 +65,24 @@ def test_the_forecast_is_the_formulas(other):
     assert found.seconds == pytest.approx(found.flops / 1e9 + found.communication)
 
 
+@pytest.mark.parametrize("way", ["a2a", "p2p", "all_gather"])
+@pytest.mark.parametrize(
+    "other", [{}, {"bf16": True, "recompute_granularity": "full"}, {**LLAMA, "use_distributed_optimizer": True}]
+)
+def test_ranks_that_share_sequences_share_the_flops_and_the_activations(way, other):
+    alone = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2, "attention_dropout": 0.0} | other)
+    config = replace(alone, context_parallel_size=2, cp_comm_type=way)
+    found, whole = forecast(config, 8, 1e9, HOST), forecast(alone, 4, 1e9, HOST)
+    assert found.flops == whole.flops / 2 and found.tokens == whole.tokens
+    assert found.collectives.keys() == {"tensor", "context", "replicas"}
+    assert found.memory["activations"] == pytest.approx(whole.memory["activations"] / 2)
+    traced = volumes.expected(config, 8, 0)
+    for group, mine in found.collectives.items():
+        parts = [one.what for one in traced if one.group.startswith(group) and one.what.part != "loss and norm"]
+        large = sum(one.count * one.size for one in parts if one.size > 64 and "partial" not in one.why)
+        assert sum(one.count * one.size for one in mine) == pytest.approx(large, rel=0.02)  # buckets are padded
+
+
 @pytest.mark.parametrize(("each", "chunks"), [(None, 1), (1, 2)])
 def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_that_needs_most(each, chunks):
     few = {"num_layers": 8, "vocab_size": 8, "make_vocab_size_divisible_by": 8, "global_batch_size": 16}  # no ends
