@@ -9,6 +9,7 @@ CONTESTS = {
     "step": "a training step of GPT or BERT: ours, DTensor, DistributedDataParallel and plain torch",
     "data_parallel": "a step of a network on two replicas: our DataParallel and DistributedDataParallel",
     "pipelining": "a step on two pipeline stages: ours, and torch.distributed.pipelining",
+    "context": "a step on a sequence that two ranks share: three methods, also on a slow link",
     "fields": "a step of a U-Net on a field: split in space by two ranks, and plain torch",
     "generation": "tokens a second: ours, transformers, DeepSpeed and vLLM",
     "corpus": "making a corpus: trainers.prepare_corpus and a script on datasketch",

@@ -11,18 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from commengine import Communicator
+from commengine import Communicator, cost
 from commengine.operations.operation import Operation, Run
 
 
 class SlowLink:
-    """Routes whose operations last at least as long as their bytes take at ``rate`` bytes per second.
+    """Routes whose operations last at least as long as the bytes that a rank sends take at ``rate`` bytes per second.
 
-    An operation counts its largest tensor: with two ranks this is what an all-reduce sends and receives.
+    Of its largest tensor a rank sends the share that the bus bandwidth counts (`commengine.cost.bus_factor`): all of it
+    in a message and in an all-reduce of two ranks, half of it in an all-to-all, all-gather or reduce-scatter of two.
+    ranks: of the group.
     """
 
-    def __init__(self, routes: Any, rate: float) -> None:
-        self._routes, self._rate = routes, rate
+    def __init__(self, routes: Any, rate: float, ranks: int = 2) -> None:
+        self._routes, self._rate, self._ranks = routes, rate, ranks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._routes, name)
@@ -30,7 +32,9 @@ class SlowLink:
     def prepared(self, operation: Operation, args: tuple[Any, ...]) -> Run:
         """Return what runs a call, and then waits."""
         run = self._routes.prepared(operation, args)
-        size = max((argument.nbytes for argument in args if isinstance(argument, Tensor)), default=0)
+        size = max((float(argument.nbytes) for argument in args if isinstance(argument, Tensor)), default=0.0)
+        if operation.name in cost.OPERATIONS:  # a message is none
+            size *= cost.bus_factor(operation.name, self._ranks)
 
         def slow(*args: Any) -> None:
             start = time.perf_counter()
@@ -49,6 +53,6 @@ def slow_down(comm: Communicator, rate: float) -> None:
 
     For studies and tests only.
     """
-    comm._calls.host = SlowLink(comm._calls.host, rate)
+    comm._calls.host = SlowLink(comm._calls.host, rate, comm.size)
     for stream in comm._streams:
-        stream.transport = SlowLink(stream.transport, rate)
+        stream.transport = SlowLink(stream.transport, rate, comm.size)

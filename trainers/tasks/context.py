@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from commengine import ProcessGrid
 from tplayers import ContextGroup, ContextMethod, TransformerConfig
-from trainers.config import overlapped
 from trainers.options import AtLeastOne, given, option, require
 
 from .stages import StagesConfig
@@ -92,5 +91,5 @@ class ContextConfig(StagesConfig):
         """The group of this rank; None if it has sequences for itself. Collective over ``grid.context``."""
         if self.context_parallel_size == 1:
             return None
-        threaded = overlapped(None, grid.world.device)
+        threaded = bool(self.overlap_p2p_communication)
         return ContextGroup(grid.context, self.context_method, causal=self.causal, threaded=threaded)

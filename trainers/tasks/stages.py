@@ -29,8 +29,10 @@ class StagesConfig(LayerConfig):
         "give each stage several stretches of so many layers, which interleave (default: one stretch, cut by cost)",
     )
     overlap_p2p_communication: bool | None = option(
-        None, "messages between stages have threads of their own (default: no; on a device they need none)"
-    )
+        None,
+        "messages between stages, and those of a context group, have threads of their own (default: no; on a "
+        "device they need none)",
+    )  # fmt: skip
 
     @property
     def stages(self) -> int:
@@ -51,8 +53,8 @@ class StagesConfig(LayerConfig):
         require(stages <= layers, f"{named}: must be at most {given(self, 'num_layers')}: each stage needs a layer")
         each = self.num_layers_per_virtual_pipeline_stage
         require(
-            not self.overlap_p2p_communication or stages > 1,
-            "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1",
+            not self.overlap_p2p_communication or stages * self.context_ranks > 1,
+            "--overlap-p2p-communication: needs a --pipeline-model-parallel-size or a --context-parallel-size above 1",
         )
         if each is None:
             return

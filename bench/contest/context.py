@@ -1,0 +1,158 @@
+"""Seconds per training step on two ranks that share one sequence, by the three methods, and on one rank.
+
+    python -m bench.contest context --output context.md --json context.json
+    python -m bench.contest context --rates 0 50e6 --seq-lengths 2048 4096 8192
+
+A step is that of pretrain_gpt for a Llama of two layers (bench/programs/context_step.py). --rates: bytes per second of
+the link between the two ranks, which a sleep emulates (bench/timing/slow_link.py); 0: shared memory as it is. On a link
+the messages have threads. The column "predicted" has the step's time in shared memory and the seconds for which the
+formulas say that the step waits for the link: an all-to-all is never hidden, and a message of the ring is as far as the
+block of scores takes, which is computed meanwhile. The blocks are timed alone, before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.contest.parts.base import Case, add_fields, task_of
+from bench.contest.parts.programs import GivenTask, ProgramContest
+from bench.programs.context_step import ContextTask
+from bench.programs.driver import Contestant
+from commengine import UsageError, cost
+from tplayers.context.blocks import BlockMask, attend, attend_backward
+from trainers.options import COUNT
+from trainers.tasks.context import METHODS
+
+RANKS = 2
+#: the shortest of so many runs of a block counts: only other programs make it longer
+BLOCK_RUNS = 3
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """The seconds of a rank's blocks of scores in one layer, forward and backward: with its own keys, with others'."""
+
+    own: tuple[float, float]
+    other: tuple[float, float]
+
+
+class ContextContest(ProgramContest):
+    """Sequences that two ranks share."""
+
+    title = "A step on a sequence that two ranks share"
+    rounds = 3
+    steps = 0
+    relative = True
+
+    def contestants(self, file: str, given: Any) -> list[Contestant]:
+        """One rank, and the methods."""
+        ours = "bench.programs.context_step"
+        return [
+            Contestant.of("one rank", 1, ours, file, mpi=True),
+            *(Contestant.of(method, RANKS, ours, file, way, mpi=True) for way, method in METHODS.items()),
+        ]
+
+    def add_options(self, add: Callable[..., Any]) -> None:
+        """The sizes of the model, the sequences and the links."""
+        super().add_options(add)
+        add_fields(
+            add, ContextTask, hidden_size=COUNT, num_layers=COUNT, num_attention_heads=COUNT, num_query_groups=COUNT
+        )
+        add("--seq-lengths", type=int, nargs="+", valid=COUNT, default=[1024, 2048, 4096, 8192, 16384])
+        add("--rates", type=float, nargs="+", default=[0.0, 100e6], help="bytes per second; 0: shared memory as it is")
+
+    def check(self, given: Any) -> None:
+        """The model can be cut so."""
+        super().check(given)
+        if min(given.rates) < 0:
+            raise ValueError(f"--rates {min(given.rates):g}: must not be negative")
+        for task in self.tasks(given):
+            for way in METHODS:
+                try:
+                    task.task.config(RANKS, way)
+                except UsageError as error:
+                    raise ValueError(str(error)) from None
+
+    def tasks(self, given: Any) -> Iterator[GivenTask]:
+        """Yield a task for each length and link."""
+        for length in given.seq_lengths:
+            for rate in given.rates:
+                task = task_of(ContextTask, given, seq_length=length, rate=rate)
+                link = f"{rate / 1e6:g} MB/s" if rate else "memory"
+                yield GivenTask({"sequence": length, "link": link}, task, length)
+
+    def measure(self, given: Any, world: Any) -> Sequence[Case]:
+        """A case for each task, and what was predicted of it where there is one in shared memory to begin from."""
+        cases: list[Case] = []
+        alone: dict[str, float] = {}
+        for task in self.tasks(given):
+            blocks = block_times(task.task) if task.task.rate else None
+            case = self.case(given, task)
+            medians = {name: case.spread(name).median for name in case.sides}
+            if blocks is None:
+                alone = medians
+            for name in case.sides:
+                known = blocks is not None and case.labels["sequence"] == (cases[-1].labels["sequence"] if cases else 0)
+                predicted = alone[name] + waited(task.task, name, blocks) if known and blocks else None
+                case.facts[name]["predicted, s"] = "" if predicted is None else f"{predicted:.3g}"
+            cases.append(case)
+        return cases
+
+
+def block_times(task: ContextTask) -> BlockTimes:
+    """Time the blocks of the zigzag ring on this process, with one thread."""
+    rows, width = task.seq_length // RANKS, task.hidden_size // task.num_attention_heads
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        q = torch.randn(1, task.num_attention_heads, rows, width)
+        k = torch.randn(1, task.num_query_groups, rows, width)
+
+        def block(keys: torch.Tensor, *, causal: bool) -> tuple[float, float]:
+            mask, times = BlockMask(causal), []
+            for _ in range(BLOCK_RUNS):
+                start = time.perf_counter()
+                out, lse = attend(q, keys, keys, mask)
+                middle = time.perf_counter()
+                attend_backward(q, q, keys, keys, out, lse, mask)
+                times.append((middle - start, time.perf_counter() - middle))
+            forward, backward = zip(*times, strict=True)
+            return min(forward), min(backward)
+
+        return BlockTimes(block(k, causal=True), block(k[:, :, : rows // 2].contiguous(), causal=False))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def waited(task: ContextTask, method: str, blocks: BlockTimes) -> float:
+    """The seconds for which a step waits for a link of ``task.rate``, by formula."""
+    if method not in METHODS.values():
+        return 0.0
+    run = cost.context_collectives(task.config(RANKS, "a2a").cost_shape(), 1, 1, RANKS, method, element_bytes=4)
+    seconds = {
+        (one.operation, one.phase): one.size * (cost.bus_factor(one.operation, RANKS) if one.operation in
+        cost.OPERATIONS else 1.0) / task.rate
+        for one in run
+    }  # fmt: skip
+    if method == "ulysses":
+        every = (one.count * one.size * cost.bus_factor(one.operation, RANKS) for one in run)
+        return sum(every) / task.rate
+    if method == "gather":  # it arrives while a rank computes with its own keys
+        gathers = (max(0.0, seconds["all_gather", phase] - own) for phase, own in _phases(blocks.own))
+        return task.num_layers * (sum(gathers) + seconds["reduce_scatter", "backward"])
+    # The other rank's keys arrive beside a rank's own block, their gradients beside the other's; the last hop is alone.
+    hop = seconds["sendrecv", "forward"]
+    arriving = sum(max(0.0, hop - own) for own in blocks.own)
+    return task.num_layers * (arriving + max(0.0, hop - blocks.other[1]) + hop)
+
+
+def _phases(both: tuple[float, float]) -> Iterator[tuple[str, float]]:
+    return iter(zip(("forward", "backward"), both, strict=True))
+
+
+CONTEST = ContextContest()
