@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +30,8 @@ from trainers.tasks.context import METHODS
 RANKS = 2
 #: the shortest of so many runs of a block counts: only other programs make it longer
 BLOCK_RUNS = 3
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """The seconds of a rank's blocks of scores in one layer, forward and backward: with its own keys, with others'."""
-
-    own: tuple[float, float]
-    other: tuple[float, float]
+#: the share of a rank's own block that the backward computes before the others: one triangle of four
+OWN_FIRST = 0.25
 
 
 class ContextContest(ProgramContest):
@@ -104,55 +97,38 @@ class ContextContest(ProgramContest):
         return cases
 
 
-def block_times(task: ContextTask) -> BlockTimes:
-    """Time the blocks of the zigzag ring on this process, with one thread."""
+def block_times(task: ContextTask) -> tuple[float, float]:
+    """The seconds of a rank's own block of scores in one layer, forward and backward, by one thread of this process."""
     rows, width = task.seq_length // RANKS, task.hidden_size // task.num_attention_heads
+    q = torch.randn(1, task.num_attention_heads, rows, width)
+    k = torch.randn(1, task.num_query_groups, rows, width)
+    forward, backward = [], []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        q = torch.randn(1, task.num_attention_heads, rows, width)
-        k = torch.randn(1, task.num_query_groups, rows, width)
-
-        def block(keys: torch.Tensor, *, causal: bool) -> tuple[float, float]:
-            mask, times = BlockMask(causal), []
-            for _ in range(BLOCK_RUNS):
-                start = time.perf_counter()
-                out, lse = attend(q, keys, keys, mask)
-                middle = time.perf_counter()
-                attend_backward(q, q, keys, keys, out, lse, mask)
-                times.append((middle - start, time.perf_counter() - middle))
-            forward, backward = zip(*times, strict=True)
-            return min(forward), min(backward)
-
-        return BlockTimes(block(k, causal=True), block(k[:, :, : rows // 2].contiguous(), causal=False))
-    finally:
-        torch.set_num_threads(threads)
+    for _ in range(BLOCK_RUNS):
+        start = time.perf_counter()
+        out, lse = attend(q, k, k, BlockMask(causal=True))
+        middle = time.perf_counter()
+        attend_backward(q, q, k, k, out, lse, BlockMask(causal=True))
+        forward.append(middle - start)
+        backward.append(time.perf_counter() - middle)
+    torch.set_num_threads(threads)
+    return min(forward), min(backward)
 
 
-def waited(task: ContextTask, method: str, blocks: BlockTimes) -> float:
-    """The seconds for which a step waits for a link of ``task.rate``, by formula."""
+def waited(task: ContextTask, method: str, block: tuple[float, float]) -> float:
+    """The seconds for which a step waits for a link of ``task.rate``, by formula. block: of `block_times`."""
     if method not in METHODS.values():
         return 0.0
     run = cost.context_collectives(task.config(RANKS, "a2a").cost_shape(), 1, 1, RANKS, method, element_bytes=4)
-    seconds = {
-        (one.operation, one.phase): one.size * (cost.bus_factor(one.operation, RANKS) if one.operation in
-        cost.OPERATIONS else 1.0) / task.rate
-        for one in run
-    }  # fmt: skip
-    if method == "ulysses":
-        every = (one.count * one.size * cost.bus_factor(one.operation, RANKS) for one in run)
-        return sum(every) / task.rate
-    if method == "gather":  # it arrives while a rank computes with its own keys
-        gathers = (max(0.0, seconds["all_gather", phase] - own) for phase, own in _phases(blocks.own))
-        return task.num_layers * (sum(gathers) + seconds["reduce_scatter", "backward"])
-    # The other rank's keys arrive beside a rank's own block, their gradients beside the other's; the last hop is alone.
-    hop = seconds["sendrecv", "forward"]
-    arriving = sum(max(0.0, hop - own) for own in blocks.own)
-    return task.num_layers * (arriving + max(0.0, hop - blocks.other[1]) + hop)
-
-
-def _phases(both: tuple[float, float]) -> Iterator[tuple[str, float]]:
-    return iter(zip(("forward", "backward"), both, strict=True))
+    forward, backward = block
+    # In the order of the formulas: blocks forward, blocks backward, and the gradients of their keys and values.
+    beside = (forward, OWN_FIRST * backward, (1 - OWN_FIRST) * backward) if method != "ulysses" else (0.0,) * len(run)
+    found = 0.0
+    for one, computing in zip(run, beside, strict=True):
+        sent = one.size * (1.0 if method == "ring" else cost.bus_factor(one.operation, RANKS))
+        found += one.count * max(0.0, sent / task.rate - computing)
+    return found
 
 
 CONTEST = ContextContest()

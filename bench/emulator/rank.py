@@ -171,13 +171,20 @@ class EmulatedTransport:
         return lambda *given: self.run(operation, given)
 
     def run(self, operation: Operation, args: tuple[Any, ...]) -> None:
-        """Run a call: on the emulated network, which moves no data."""
+        """Run a call: on the emulated network, which moves no data.
+
+        Raises ValueError for a sendrecv that is no hop around the ring of the group.
+        """
         about = dict(zip(operation.arguments, args, strict=True))
         counted = about[operation.counted].nbytes if operation.counted else 0
         members, name = self._members, operation.name
         if name in ("send", "recv"):  # another sequence for each direction of a pair
             peer = members[about["dst" if name == "send" else "src"]]
             members, name = [self._rank.rank, peer][:: 1 if name == "send" else -1], MESSAGE
+        if name == "sendrecv":
+            here, size = members.index(self._rank.rank), len(members)
+            if (about["dst"], about["src"]) != ((here + 1) % size, (here - 1) % size):
+                raise ValueError("the emulator runs a sendrecv from the rank before to the next one only")
         self._rank.collective(
             group=(self._key, *members), number=next(self._numbers[name, *members]), members=members,
             operation=name, nbytes=operation.nbytes(counted, len(self._members)),

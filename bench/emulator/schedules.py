@@ -44,6 +44,16 @@ def schedule(operation: str, nbytes: float, members: int, short: int, nodes: Seq
         return _ring(members, nbytes / members, 2 * (members - 1))
     if operation in ("reduce_scatter", "all_gather"):
         return _ring(members, nbytes / members, members - 1)
+    if operation == "all_to_all":  # one partner after another
+        return [
+            [
+                MessageStep([((me + far) % members, nbytes / members)], [(me - far) % members])
+                for far in range(1, members)
+            ]
+            for me in range(members)
+        ]
+    if operation == "sendrecv":  # around a ring
+        return _ring(members, nbytes, 1)
     raise ValueError(f"the emulator does not run {operation}")
 
 

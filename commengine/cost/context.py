@@ -27,8 +27,8 @@ def context_collectives(
 
     - "ulysses": an all-to-all of b s d / c elements for each of a' + 2 k' heads, and one for each of a' heads. The
       backward has as many [U]. Heads of keys that c does not divide are sent several times.
-    - "ring": c - 1 messages of 2 k' b s d / c elements. The backward has as many, and c of the same elements in fp32:
-      the gradients travel, too, and one hop further [R].
+    - "ring": c - 1 messages of 2 k' b s d / c elements. The backward has as many, and c - 1 of the same elements in
+      fp32: the gradients travel, too [R].
     - "gather": an all-gather of 2 k' b s d elements. The backward has one, too, and a reduce-scatter in fp32.
 
     If the layer is recomputed in full, the forward's run again. A BERT with ``order_head`` brings the first tokens to
@@ -61,11 +61,8 @@ def context_collectives(
     if method == "ring":
         why = "keys and values to the next rank [R]"
         found = [one("sendrecv", block * element_bytes, phase, why, context - 1) for phase in passes]
-        return [
-            *pooler,
-            *found,
-            one("sendrecv", block * exact, "backward", "their gradients to the next rank [R]", context),
-        ]
+        of_gradients = one("sendrecv", block * exact, "backward", "their gradients to the next rank [R]", context - 1)
+        return [*pooler, *found, of_gradients]
     found = [one("all_gather", context * block * element_bytes, phase, "keys and values") for phase in passes]
     return [*pooler, *found, one("reduce_scatter", context * block * exact, "backward", "gradients of keys and values")]
 

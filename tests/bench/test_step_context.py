@@ -53,7 +53,7 @@ def test_formulas_hold_on_every_rank(options, world, folder):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
-    ("way", "drawn", "each"), [("p2p", "sendrecv", {"sendrecv": 4}), ("a2a", "all-to-all", {"all_to_all": 4})]
+    ("way", "drawn", "each"), [("p2p", "sendrecv", {"sendrecv": 3}), ("a2a", "all-to-all", {"all_to_all": 4})]
 )
 def test_a_recording_is_replayed_and_drawn(world, folder, way, drawn, each):
     argv = [*TINY, *CP2, "--cp-comm-type", way, "--warmup", "0", "--steps", "1", "--save", str(folder / "steps")]

@@ -60,21 +60,44 @@ class Blockwise:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of q, k and v."""
+        """The gradients of q, k and v.
+
+        A part of this rank's own block comes first, while the next block arrives, and the rest comes last, while the
+        gradients of its keys arrive from the other ranks.
+        """
         masks, exchange, dtype = _Masks(self, q, keys, bias), self.exchange(), accumulated_in(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
-        for owner, (key, value) in exchange.blocks(torch.stack((k, v))):
-            rows, columns = self.seen(owner, k.shape[2])
-            found = attend_backward(
-                grad[:, :, rows], q[:, :, rows], key[:, :, columns], value[:, :, columns], out[:, :, rows],
-                lse[:, :, rows], masks.block(owner, rows, columns),
-            )  # fmt: skip
-            dq[:, :, rows] += found[0]
-            of_block = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
-            of_block[0, :, :, columns], of_block[1, :, :, columns] = found[1:]
-            exchange.add(owner, of_block)
-        dk, dv = exchange.total()
+
+        def add(total: Tensor, owner: int, block: Tensor, parts: list[tuple[slice, slice]]) -> Tensor:
+            """Add to ``total`` the gradients of ``owner``'s keys and values by some of the block's scores."""
+            for rows, columns in parts:
+                found = attend_backward(
+                    grad[:, :, rows], q[:, :, rows], block[0, :, :, columns], block[1, :, :, columns],
+                    out[:, :, rows], lse[:, :, rows], masks.block(owner, rows, columns),
+                )  # fmt: skip
+                dq[:, :, rows] += found[0]
+                total[0, :, :, columns] += found[1]
+                total[1, :, :, columns] += found[2]
+            return total
+
+        def zeros() -> Tensor:
+            return torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
+
+        mine, total, (first, rest) = torch.stack((k, v)), zeros(), self.own_parts(k.shape[2])
+        for owner, block in exchange.blocks(mine):
+            if owner == self.rank:
+                add(total, owner, block, first)
+            else:
+                exchange.add(owner, add(zeros(), owner, block, [self.seen(owner, k.shape[2])]))
+        dk, dv = add(total, self.rank, mine, rest).add_(exchange.total())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def own_parts(self, rows: int) -> tuple[list[tuple[slice, slice]], list[tuple[slice, slice]]]:
+        """This rank's own block of scores, which has ``rows`` rows, in two lists of (rows, columns)."""
+        early, late = slice(0, rows // 2), slice(rows // 2, rows)
+        if self.causal:  # of the early and the late chunk
+            return [(early, early)], [(late, early), (late, late)]
+        return [(early, _ALL)] if rows > 1 else [], [(late, _ALL)]
 
     def seen(self, owner: int, rows: int) -> tuple[slice, slice]:
         """The rows of this rank, and the columns of ``owner``'s, of which the scores are not all masked.
@@ -100,8 +123,8 @@ class _Masks:
 
     def block(self, owner: int, rows: slice, columns: slice) -> BlockMask:
         way, bias, kept = self._way, self._bias, None
-        # A bias has the causal mask, too. Of other ranks nothing is left to mask.
-        causal = way.causal and bias is None and owner == way.rank
+        # A bias has the causal mask, too. Between different chunks nothing is left to mask.
+        causal = way.causal and bias is None and owner == way.rank and rows == columns
         if bias is None and self._keys is None:
             return BlockMask(causal)
         at, of = self._positions(way.rank, rows), self._positions(owner, columns)

@@ -21,10 +21,10 @@ class BlockExchange(Protocol):
         """
 
     def add(self, owner: int, gradient: Tensor) -> None:
-        """Add a gradient of the last block that `blocks` gave. It may be overwritten."""
+        """Add a gradient of the last block that `blocks` gave, of another rank. It may be overwritten."""
 
     def total(self) -> Tensor:
-        """After the last block: the sum of all ranks' gradients of this rank's block."""
+        """After the last block: the sum of the other ranks' gradients of this rank's block."""
 
 
 class RingExchange:
@@ -68,6 +68,7 @@ class GatheredExchange:
     def __init__(self, comm: Communicator, stream: Stream | None = None) -> None:
         self._comm, self._stream = comm, stream
         self._gradients: Tensor | None = None
+        self._summing: tuple[Work, Tensor] | None = None
 
     def blocks(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
         rank, size = self._comm.rank, self._comm.size
@@ -80,14 +81,19 @@ class GatheredExchange:
             yield owner, every[owner]
 
     def add(self, owner: int, gradient: Tensor) -> None:
+        rank, size = self._comm.rank, self._comm.size
         if self._gradients is None:
-            self._gradients = gradient.new_empty(self._comm.size, *gradient.shape)
+            self._gradients = gradient.new_empty(size, *gradient.shape)
+            self._gradients[rank] = 0.0
         self._gradients[owner] = gradient
+        if owner == (rank + 1) % size:  # the last one
+            summed = gradient.new_empty(1, *gradient.shape)
+            self._summing = self._comm.reduce_scatter(summed, self._gradients, stream=self._stream), summed
 
     def total(self) -> Tensor:
-        assert self._gradients is not None
-        summed = self._gradients.new_empty(1, *self._gradients.shape[1:])
-        self._comm.reduce_scatter(summed, self._gradients)
+        assert self._summing is not None
+        work, summed = self._summing
+        work.wait()
         return summed[0]
 
 

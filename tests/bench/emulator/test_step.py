@@ -220,6 +220,30 @@ def test_a_message_takes_its_link_while_its_sender_goes_on(mpi_world):
         assert took == [pytest.approx(one), pytest.approx(one + tensor.nbytes * BETA)]
 
 
+@pytest.mark.slow
+@pytest.mark.mpi(min_size=2)
+def test_a_ring_of_keys_and_values_is_hidden_where_the_link_lets_it_be(mpi_world):
+    """An all-to-all is not: the same count finds all of its seconds among those in which no rank computes."""
+    from bench.emulator.step import cluster, run_steps
+    from commengine import Communicator, cost
+
+    wire, ranks = Wire(1e-7, 2e-9), mpi_world.size
+    options = {"num_layers": 2, "seq_length": 2048, "micro_batch_size": 1, "overlap_p2p_communication": True}
+    shares = {}
+    with Communicator(mpi_world, device="cpu") as world:
+        for way, method in (("p2p", "ring"), ("a2a", "ulysses")):
+            config = replace(small(), **options, context_parallel_size=ranks, cp_comm_type=way)
+            with cluster(world, plain(ranks, inside=wire)) as rank:
+                (step,) = run_steps(world, rank, config, 0, 1)
+            shape = config.model().cost_shape(2048)
+            run = cost.context_collectives(shape, 1, 1, ranks, method, element_bytes=4)
+            factors = {"all_to_all": (ranks - 1) / ranks, "sendrecv": 1.0}
+            sent = sum(one.count * one.size * factors[one.operation] for one in run) * wire.beta
+            shares[way] = 1 - max(step.waits) * step.seconds / sent
+    assert shares["p2p"] > 0.8, shares
+    assert shares["a2a"] < 0.1, shares
+
+
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("chunks", [1, 2])
