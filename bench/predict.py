@@ -55,6 +55,7 @@ from bench.prediction.step_report import calibration, describe, numbers_of
 from commengine.cost import TransformerShape, parameters
 from trainers import presets
 from trainers.options import OneLineParser, between
+from trainers.tasks.context import METHODS
 
 COMMAND = "bench.predict"
 RESERVE_GB, TOP = presets.RESERVE_GB, 12  # TOP: rows of --plan that are printed
@@ -227,7 +228,8 @@ def _planned(arguments: Any, cluster: Cluster) -> tuple[list[str], dict[str, Any
     given = {field: getattr(arguments, option[2:].replace("-", "_")) for field, option in plan.SEARCHED.items()}
     fixed = {field: value for field, value in given.items() if value is not None}
     like = replace(dropout_of(arguments), chunk_layers=arguments.num_layers_per_virtual_pipeline_stage)
-    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=like)
+    methods = (METHODS[arguments.cp_comm_type],) if arguments.cp_comm_type else plan.SHARING
+    candidates = plan.plan(shape, cluster, gpus, batch, fixed=fixed, reserve=reserve, like=like, methods=methods)
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters, batch {batch}, on {gpus} x {cluster.device.name} "
         f"({cluster.name})",

@@ -16,8 +16,8 @@ def tensor_communication(
     shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, only: str = ""
 ) -> float:
     """The seconds of a micro-batch in which a device of the stage waits for its tensor group. only: of this phase."""
-    shape = replace(shape, layers=stage.layers)
-    place = place_of("tensor", layout.tensor, layout.data, cluster.machine.ranks_per_node, layout.pipeline)
+    shape = replace(shape, layers=stage.layers, seq=shape.seq // layout.context)
+    place = place_of("tensor", layout.tensor, layout.replicas, cluster.machine.ranks_per_node, layout.pipeline)
     run = cost.tensor_parallel_collectives(
         shape,
         layout.micro_batch,
@@ -39,17 +39,49 @@ def tensor_communication(
     )
 
 
+def context_communication(
+    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, attention: tuple[float, float],
+    only: str = "",
+) -> float:  # fmt: skip
+    """The seconds of a micro-batch in which a device of the stage waits for its context group. only: of this phase.
+
+    attention: the seconds of a layer's attention, forward and backward. If the cluster hides communication, a message
+    travels while a block is computed, of which there are as many as ranks. The backward's last gradients travel beside
+    most of a rank's own block, and its first blocks beside the rest (`tplayers.context.blockwise`).
+    """
+    if layout.context == 1:
+        return 0.0
+    # The ranks of a context group lie as a data group's would: a tensor group apart.
+    node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data
+    place = place_of("data", layout.tensor, layout.context, node, others)
+    run = cost.context_collectives(
+        replace(shape, layers=stage.layers), layout.micro_batch, layout.tensor, layout.context, layout.method,
+        element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
+    )  # fmt: skip
+    forward, backward = (seconds / layout.context for seconds in attention)
+    total = 0.0
+    for one in run:
+        if only not in ("", one.phase) or (one.part == "pooler" and not stage.last):
+            continue
+        beside = 0.0
+        if cluster.overlap and layout.method != "ulysses":
+            beside = backward if one.phase == "backward" else forward
+        alone = ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
+        total += one.count * max(0.0, alone - beside)
+    return total
+
+
 def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[float]:
     """The seconds of a message from each stage to the next, or back; the last one's next is the first.
 
     Ranks are numbered tensor first and pipeline last. Ranks that send to another node share its adapters.
     """
-    machine, width = cluster.machine, layout.tensor * layout.data
-    whole = layout.micro_batch * shape.seq * shape.hidden * cluster.device.element_bytes
+    machine, width = cluster.machine, layout.tensor * layout.replicas
+    whole = layout.micro_batch * shape.seq // layout.context * shape.hidden * cluster.device.element_bytes
     size = whole / (layout.tensor if layout.sequence_parallel or layout.scattered else 1)
     gathered = 0.0
     if layout.scattered and not layout.sequence_parallel:
-        place = place_of("tensor", layout.tensor, layout.data, machine.ranks_per_node, layout.pipeline)
+        place = place_of("tensor", layout.tensor, layout.replicas, machine.ranks_per_node, layout.pipeline)
         gathered = ring_seconds(cluster, "all_gather", whole, layout.tensor, *place)
     shared = max(1, min(machine.ranks_per_node, width) / machine.nics_per_node)
     far = machine.between.alpha + size * max(machine.inside.beta, machine.between.beta * shared)
@@ -62,7 +94,7 @@ def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[
 
 def _leaves_its_node(stage: int, layout: Layout, node: int) -> bool:
     """Whether a rank of the stage has its next one on another node."""
-    width = layout.tensor * layout.data
+    width = layout.tensor * layout.replicas
     ranks = range(stage * width, (stage + 1) * width)
     return width >= node or any(rank // node != (rank + width) % layout.ranks // node for rank in ranks)
 
@@ -71,7 +103,7 @@ def tied_embedding(shape: TransformerShape, layout: Layout, cluster: Cluster) ->
     """The seconds of the sum of the embedding's gradients over the first and the last stage."""
     if shape.untied or layout.pipeline == 1:
         return 0.0
-    node, width = cluster.machine.ranks_per_node, layout.tensor * layout.data
+    node, width = cluster.machine.ranks_per_node, layout.tensor * layout.replicas
     size = cluster.device.element_bytes * shape.vocab * shape.hidden / layout.tensor
     return ring_seconds(cluster, "all_reduce", size, 2, 2 if layout.ranks <= node else 1, min(node, width))
 
@@ -80,12 +112,12 @@ def data_communication(
     owned: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
 ) -> tuple[float, float]:
     """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward."""
-    if layout.data == 1:
+    if layout.replicas == 1:
         return 0.0, 0.0
-    place = place_of("data", layout.tensor, layout.data, cluster.machine.ranks_per_node, layout.pipeline)
+    place = place_of("data", layout.tensor, layout.replicas, cluster.machine.ranks_per_node, layout.pipeline)
     size = cluster.device.element_bytes
     run = cost.data_parallel_collectives(
-        owned, layout.data, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
+        owned, layout.replicas, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
     )
     times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run]
     copies = 0.0
@@ -127,6 +159,8 @@ def ring_seconds(
     """
     if ranks == 1:
         return 0.0
+    hop = operation == "sendrecv"  # around a ring: models have it as a message
+    operation, algorithm = ("p2p", "direct") if hop else (operation, "ring")
     known = cluster.measured.get((members_per_node, groups_per_node))
     if known is not None:
         inside = ranks <= members_per_node
@@ -135,12 +169,12 @@ def ring_seconds(
             return FittedModel({operation: tuple(alike)}).seconds(operation, size, ranks)
     machine = cluster.machine
     nodes = math.ceil(ranks / members_per_node)
-    ring = cost.collective(operation, "ring", size, ranks)
+    ring = cost.collective(operation, algorithm, size, ranks)
     if nodes == 1:
         if cluster.fitted:
             return cluster.fitted.seconds(operation, size, ranks)
         return cluster.base + ring.seconds(machine.inside)
-    crossing = ring.steps * (nodes - 1) / (ranks - 1)
+    crossing = 1 if hop else ring.steps * (nodes - 1) / (ranks - 1)
     alpha = (ring.steps - crossing) * machine.inside.alpha + crossing * machine.between.alpha
     beta = max(machine.inside.beta, machine.between.beta * groups_per_node / machine.nics_per_node)
     return cluster.base + alpha + ring.path_bytes * beta

@@ -30,13 +30,14 @@ MODELS |= {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over tensor x data x pipeline ranks, and what it keeps.
+    """How a step is spread over tensor x context x data x pipeline ranks, and what it keeps.
 
     Each rank runs ``micro_batches`` x ``micro_batch`` samples. hidden_dropout, attention_dropout: whether there is such
     dropout. position_mask: attention dropout draws its mask as a function of position, so no fused kernel computes
     attention (``--attention-dropout-mask position``). chunk_layers: the layers of a chunk, if stages are interleaved.
     scattered: without sequence parallelism, a rank sends 1 / t of a stage's result, which the next one's ranks gather
-    (Narayanan et al. 2021, section 4.1), and not all of it.
+    (Narayanan et al. 2021, section 4.1), and not all of it. context: the ranks that share a sequence. method: how their
+    attention sees all of it (`tplayers.ContextGroup`).
     """
 
     tensor: int = 1
@@ -52,11 +53,18 @@ class Layout:
     pipeline: int = 1
     chunk_layers: int | None = None
     scattered: bool = False
+    context: int = 1
+    method: str = "ulysses"
 
     @property
     def ranks(self) -> int:
         """The number of devices."""
-        return self.tensor * self.data * self.pipeline
+        return self.tensor * self.replicas * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """The ranks that have the same parameters: those of a data group and of their context groups."""
+        return self.data * self.context
 
     @property
     def batch(self) -> int:

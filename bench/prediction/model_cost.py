@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.clusters.cluster import Cluster, Device
-from bench.prediction.group_cost import data_communication, messages, stops_early, tensor_communication, tied_embedding
+from bench.prediction.group_cost import (
+    context_communication,
+    data_communication,
+    messages,
+    stops_early,
+    tensor_communication,
+    tied_embedding,
+)
 from bench.prediction.kernels import KernelTimes, gemm_seconds, memory_seconds
 from bench.prediction.layer_kernels import CROSS_ENTROPY, OPTIMIZER, OPTIMIZER_WAITED, of_layer
 from bench.prediction.layout import MODELS, Layout
@@ -79,7 +86,14 @@ class StepModel:
         """The step, if kernels move memory ``slow`` times more slowly than the cluster says."""
         shape, layout, cluster = self.shape, self.layout, self.cluster
         shape.require_tensor_parallel(layout.tensor)
-        if layout.sequence_parallel and shape.seq % layout.tensor:
+        if shape.seq % layout.context:
+            raise ValueError(f"context-parallel size {layout.context} does not divide seq={shape.seq}")
+        if layout.method == "ulysses" and shape.heads // layout.tensor % layout.context:
+            raise ValueError(
+                f"context-parallel size {layout.context} does not divide the {shape.heads // layout.tensor} heads of a "
+                "rank, as an all-to-all needs"
+            )
+        if layout.sequence_parallel and shape.seq // layout.context % layout.tensor:
             raise ValueError(
                 f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
             )
@@ -125,6 +139,11 @@ class StepModel:
         seconds["host"] += stage.layers * pairs * device.random_state
         seconds["tensor_communication"] = tensor_communication(self.shape, layout, self.cluster, stage)
         sent = tensor_communication(self.shape, layout, self.cluster, stage, only="forward")
+        if layout.context > 1:
+            attention = forward.seconds(slow)["attention"], backward.seconds(slow)["attention"]
+            of_context = self.shape, layout, self.cluster, stage, attention
+            seconds["context_communication"] = context_communication(*of_context)
+            sent += context_communication(*of_context, only="forward")
         # of the ends, as of any product, a third is forward
         return seconds, stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
 
@@ -151,7 +170,9 @@ class StepModel:
             for stage in range(len(stages))
         ]
         return [
-            cost.training_bytes(shape, layout.micro_batch, layout.tensor, layout.data, kept, stage, count)
+            cost.training_bytes(
+                shape, layout.micro_batch, layout.tensor, layout.data, kept, stage, count, context=layout.context
+            )
             for stage, count in zip(stages, microbatches, strict=True)
         ]
 
@@ -168,7 +189,8 @@ class StepModel:
         """One layer's micro-batch: forward, backward, and what is computed again before backward."""
         shape, layout, device = self.shape, self.layout, self.cluster.device
         h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
-        tokens, head, batch = s * b, shape.head_size, b * shape.heads // t
+        c = layout.context
+        tokens, head, batch = s * b // c, shape.head_size, max(1, b * shape.heads // t // c)
         forward, backward, attention = KernelTimes(), KernelTimes(), KernelTimes()
 
         inner = (2 if shape.gated else 1) * shape.mlp // t
@@ -222,7 +244,8 @@ class StepModel:
     def _ends(self, stage: StageShape) -> KernelTimes:
         """Of a micro-batch, both ways: the embedding (first stage), the final LayerNorm, logits and loss (last)."""
         work, shape, layout, device = KernelTimes(), self.shape, self.layout, self.cluster.device
-        tokens, h, vocab = shape.seq * layout.micro_batch, shape.hidden, shape.vocab // layout.tensor
+        tokens = shape.seq * layout.micro_batch // layout.context
+        h, vocab = shape.hidden, shape.vocab // layout.tensor
         products = [(tokens, vocab, h), (tokens, h, vocab), (vocab, h, tokens)] if stage.last else []
         if shape.model == "bert" and stage.last:  # the dense layer of masked tokens; what the pooler computes is b rows
             products += [(tokens, h, h), (tokens, h, h), (h, h, tokens)]
@@ -248,7 +271,7 @@ class StepModel:
         The unfused one loops over tensors, which the host may issue more slowly than they run.
         """
         layout, device = self.layout, self.cluster.device
-        moved = owned * OPTIMIZER[device.kernels] / (layout.data if layout.zero1 else 1)
+        moved = owned * OPTIMIZER[device.kernels] / (layout.replicas if layout.zero1 else 1)
         moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
         runs = slow * memory_seconds(device, moved)
         if device.kernels != "unfused" or not self._on("host"):
@@ -262,11 +285,12 @@ class StepModel:
 def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
     """The settings that decide which tensors a device keeps in such a step."""
     size = cluster.device.element_bytes
+    keeps = _eager_attention(layout, cluster.device) and (layout.context == 1 or layout.method == "ulysses")
     return cost.KeptTensors(
         element_bytes=size, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel,
         hidden_dropout=layout.hidden_dropout, zero1=layout.zero1, sends_together=cluster.overlap,
-        sent_bytes=2 if size == 2 else 0, scores="none" if not _eager_attention(layout, cluster.device)
-        else "dropped" if layout.attention_dropout else "softmax",
+        sent_bytes=2 if size == 2 else 0,
+        scores="none" if not keeps else "dropped" if layout.attention_dropout else "softmax",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from commengine.cost import TransformerShape
 from commengine.grid import divisors
 from trainers import presets
 from trainers.options import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, OneLineParser, add_some, as_flags
+from trainers.tasks.context import METHODS
 from trainers.tasks.gpt import GPTTrainConfig
 
 #: the sizes of a model, with their valid values
@@ -25,9 +26,9 @@ FAMILY = (
 )  # fmt: skip
 #: those of the layout; None means that the option was not given
 LAYOUT = (
-    "global_batch_size", "tensor_model_parallel_size", "micro_batch_size", "recompute_granularity",
-    "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "hidden_dropout", "attention_dropout",
-    "attention_dropout_mask",
+    "global_batch_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type", "micro_batch_size",
+    "recompute_granularity", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
+    "hidden_dropout", "attention_dropout", "attention_dropout_mask",
 )  # fmt: skip
 PIPELINE = ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 #: the training command's own values, for options that are not given
@@ -116,16 +117,17 @@ def layout_of(arguments: Any) -> Layout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     preset = presets.find(arguments.preset) if arguments.preset else None
     tensor = arguments.tensor_model_parallel_size or (preset.tensor if preset else 1)
-    stages = arguments.pipeline_model_parallel_size or 1
-    micro, gpus = arguments.micro_batch_size or MICRO_BATCH, arguments.gpus or tensor * stages
-    if gpus % tensor:
-        raise ValueError(f"--tensor-model-parallel-size {tensor} does not divide --gpus {gpus}")
-    if gpus // tensor % stages:
-        raise ValueError(
-            f"--pipeline-model-parallel-size {stages}: must divide --gpus {gpus} / tensor-parallel size {tensor}; "
-            f"valid: {', '.join(map(str, divisors(gpus // tensor)))}"
-        )
-    data = gpus // tensor // stages
+    stages, context = arguments.pipeline_model_parallel_size or 1, arguments.context_parallel_size or 1
+    micro, gpus = arguments.micro_batch_size or MICRO_BATCH, arguments.gpus or tensor * context * stages
+    left, before = gpus, f"--gpus {gpus}"
+    for name, size in (("tensor_model", tensor), ("context", context), ("pipeline_model", stages)):
+        option = f"--{name.replace('_', '-')}-parallel-size {size}"
+        if left % size:
+            valid = ", ".join(map(str, divisors(left)))
+            raise ValueError(f"{option}: must divide {before}; valid: {valid}")
+        left //= size
+        before += f" / {option}" if size > 1 else ""
+    data = left
     batch = batch_of(arguments) or data * micro
     if batch % (data * micro):
         raise ValueError(
@@ -142,5 +144,7 @@ def layout_of(arguments: Any) -> Layout:
         sequence_parallel=bool(arguments.sequence_parallel) and tensor > 1,
         zero1=bool(arguments.use_distributed_optimizer),
         pipeline=stages,
+        context=context,
+        method=METHODS[arguments.cp_comm_type or "a2a"],
         chunk_layers=arguments.num_layers_per_virtual_pipeline_stage,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,12 +19,18 @@ from commengine.grid import divisors
 # The fields of Layout that the search varies and a caller may fix, with their options.
 SEARCHED = {
     "tensor": "--tensor-model-parallel-size",
+    "context": "--context-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
     "micro_batch": "--micro-batch-size",
     "recompute": "--recompute-granularity",
     "sequence_parallel": "--sequence-parallel",
     "zero1": "--use-distributed-optimizer",
 }
+
+#: the fewest positions of a rank for which the search shares a sequence: below, products are too small to gain
+SHORTEST_PART = 1024
+#: the methods that share sequences, of which the search takes the better one
+SHARING = ("ulysses", "ring")
 
 
 @dataclass(frozen=True)
@@ -37,28 +43,43 @@ class Candidate:
     why: str = ""
 
 
-def layouts(shape: TransformerShape, gpus: int, batch: int, like: Layout) -> Iterator[Layout]:
+def layouts(
+    shape: TransformerShape, gpus: int, batch: int, like: Layout, methods: Sequence[str] = SHARING, asked: int = 1
+) -> Iterator[Layout]:
     """Yield every layout whose sizes divide what they split, with the dropout of ``like``.
+
+    methods: by which ranks may share sequences. asked: a context size that is tried, however short the parts are.
 
     Sequence parallelism is only tried with tensor > 1, and ZeRO-1 only with data > 1, because otherwise they do
     nothing. If ``like`` has chunks, stages are cut into such chunks.
     """
     ways = list(product(("none", "selective", "full"), (False, True), (False, True)))
-    sizes = [(one, gpus // one // stages, stages) for one in divisors(gpus) for stages in divisors(gpus // one)]
-    for tensor, data, stages in sizes:
+    contexts = [c for c in divisors(gpus) if c in (1, asked) or shape.seq // c >= SHORTEST_PART]
+    shared = [(1, like.method), *((c, method) for c in contexts if c > 1 for method in methods)]
+    for tensor, (context, method) in product(divisors(gpus), shared):
         split = shape.heads, shape.hidden, shape.vocab, shape.mlp
-        if batch % data or any(size % tensor for size in split) or (shape.groups % tensor and tensor % shape.groups):
+        if any(size % tensor for size in split) or (shape.groups % tensor and tensor % shape.groups):
             continue
-        for micro_batch, (recompute, sequence, zero1) in product(divisors(batch // data), ways):
-            if (sequence and (tensor == 1 or shape.seq % tensor)) or (zero1 and data == 1):
+        parts = 1 if context == 1 else context if method == "ulysses" or shape.model == "bert" else 2 * context
+        unequal = method == "ulysses" and shape.heads // tensor % context
+        if gpus % (tensor * context) or shape.seq % parts or unequal:
+            continue
+        for stages in divisors(gpus // tensor // context):
+            data = gpus // tensor // context // stages
+            if batch % data:
                 continue
-            layout = replace(
-                like, tensor=tensor, data=data, micro_batch=micro_batch, micro_batches=batch // data // micro_batch,
-                recompute=recompute, sequence_parallel=sequence, zero1=zero1, pipeline=stages,
-            )  # fmt: skip
-            with suppress(ValueError):  # as many stages, or such chunks, do not fit
-                layout.chunks(shape.layers)
-                yield layout
+            for micro_batch, (recompute, sequence, zero1) in product(divisors(batch // data), ways):
+                uneven = sequence and (tensor == 1 or shape.seq // context % tensor)
+                if uneven or (zero1 and data * context == 1):
+                    continue
+                layout = replace(
+                    like, tensor=tensor, data=data, micro_batch=micro_batch,
+                    micro_batches=batch // data // micro_batch, recompute=recompute, sequence_parallel=sequence,
+                    zero1=zero1, pipeline=stages, context=context, method=method,
+                )  # fmt: skip
+                with suppress(ValueError):  # as many stages, or such chunks, do not fit
+                    layout.chunks(shape.layers)
+                    yield layout
 
 
 def plan(
@@ -70,15 +91,16 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     reserve: float = 2e9,
     like: Layout | None = None,
+    methods: Sequence[str] = SHARING,
 ) -> list[Candidate]:
     """All candidates: first those that fit, fastest first; then the others, least memory first.
 
     fixed: values that are not searched, by the keys of SEARCHED. reserve: bytes that a device keeps for CUDA's
-    context, NCCL's buffers and workspaces. like: a layout with the dropout of the step. Raises ValueError if nothing
-    divides, or if ``fixed`` leaves no layout.
+    context, NCCL's buffers and workspaces. like: a layout with the dropout of the step. methods: of `layouts`. Raises
+    ValueError if nothing divides, or if ``fixed`` leaves no layout.
     """
     room = cluster.device.memory_bytes - reserve
-    chosen = list(layouts(shape, gpus, batch, like or Layout()))
+    chosen = list(layouts(shape, gpus, batch, like or Layout(), methods, (fixed or {}).get("context", 1)))
     if not chosen and like and like.chunk_layers:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {like.chunk_layers}: no layout can have such chunks; they must "
@@ -171,14 +193,15 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     others = [one for one in candidates if not one.fits]
     shown = fitting[:top] + others[: max(3, top - len(fitting))]
     yield (
-        "| tensor | data | pipeline | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step | TFLOP/s "
-        "| waiting | bubble | memory, GB | why not |"
+        "| tensor | context | data | pipeline | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step "
+        "| TFLOP/s | waiting | bubble | memory, GB | why not |"
     )
-    yield "|---:|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---|"
+    yield "|---:|---|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---|"
     for one in shown:
         layout, step = one.layout, one.step
-        split = f"{layout.tensor} | {layout.data} | {layout.pipeline} | {layout.micro_batch} x {layout.micro_batches} "
-        split += f"| {layout.recompute}"
+        shared = f"{layout.context} {layout.method}" if layout.context > 1 else "1"
+        split = f"{layout.tensor} | {shared} | {layout.data} | {layout.pipeline} "
+        split += f"| {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
         yield (
             f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.flops_per_device)} "

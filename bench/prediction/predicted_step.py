@@ -13,6 +13,7 @@ class PredictedStep:
     the backward. memory: bytes of a device per part. flops: FLOPs of all devices, including recomputation.
     fullest: the stage that needs most memory, which ``memory`` is. The parts of a pipeline's step are those of its
     busiest stage, with "bubble" and "pipeline_communication", which it waits for other stages and for messages.
+    "context_communication" is there if ranks share sequences.
     """
 
     seconds: dict[str, float]
@@ -36,7 +37,8 @@ class PredictedStep:
     def communication(self) -> float:
         """The share of the step during which a device waits for a collective or a message."""
         waited = self.seconds["tensor_communication"] + self.seconds["data_communication"]
-        return (waited + self.seconds.get("pipeline_communication", 0.0)) / self.total
+        more = ("context_communication", "pipeline_communication")
+        return (waited + sum(self.seconds.get(part, 0.0) for part in more)) / self.total
 
     @property
     def memory_total(self) -> float:

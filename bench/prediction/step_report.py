@@ -20,10 +20,11 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
     alone = predict(shape, _alone(layout), cluster)
     efficiency = step.flops_per_device / alone.flops_per_device
     room = cluster.device.memory_bytes
+    shared = f" x context {layout.context} ({layout.method})" if layout.context > 1 else ""
     pipeline = f" x pipeline {layout.pipeline}" if layout.pipeline > 1 else ""
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters on {layout.ranks} x {cluster.device.name} ({cluster.name}), "
-        f"tensor {layout.tensor} x data {layout.data}{pipeline}, batch {layout.batch} in micro-batches of "
+        f"tensor {layout.tensor} x data {layout.data}{shared}{pipeline}, batch {layout.batch} in micro-batches of "
         f"{layout.micro_batch}, recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
         f"{', distributed optimizer' if layout.zero1 else ''}",
         "",
@@ -52,7 +53,15 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
 
 def _alone(layout: Layout) -> Layout:
     return replace(
-        layout, tensor=1, data=1, sequence_parallel=False, zero1=False, pipeline=1, chunk_layers=None, scattered=False
+        layout,
+        tensor=1,
+        data=1,
+        sequence_parallel=False,
+        zero1=False,
+        pipeline=1,
+        chunk_layers=None,
+        scattered=False,
+        context=1,
     )
 
 

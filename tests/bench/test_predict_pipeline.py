@@ -135,7 +135,7 @@ def test_the_report_and_the_plan_name_the_pipeline(tmp_path, capsys):
         (["--pipeline-model-parallel-size", "41"], "--pipeline-model-parallel-size 41: valid for 40 layers: 1 to 40"),
         (
             ["--pipeline-model-parallel-size", "3", "--gpus", "8"],
-            "--pipeline-model-parallel-size 3: must divide --gpus 8 / tensor-parallel size 1; valid: 1, 2, 4, 8",
+            "--pipeline-model-parallel-size 3: must divide --gpus 8; valid: 1, 2, 4, 8",
         ),
         (
             ["--num-layers-per-virtual-pipeline-stage", "2"],

@@ -38,6 +38,14 @@ def test_a_ring_takes_the_steps_of_the_formula(members):
     assert list(found.values()) == pytest.approx([expected] * members)
 
 
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_an_all_to_all_and_a_hop_around_a_ring_take_their_messages(members):
+    ranks, together = tuple(range(members)), [0] * members
+    every, hop = (times(PLAIN, (ranks, operation, 1e6, together))[0] for operation in ("all_to_all", "sendrecv"))
+    assert list(every.values()) == pytest.approx([(members - 1) * (ALPHA + 1e6 * BETA / members)] * members)
+    assert list(hop.values()) == pytest.approx([ALPHA + 1e6 * BETA] * members)
+
+
 @pytest.mark.parametrize(("members", "steps"), [(2, 1), (4, 2)])
 def test_a_short_all_reduce_takes_the_steps_of_a_tree(members, steps):
     machine = replace(PLAIN, short=10**6)
@@ -86,7 +94,9 @@ def test_all_ranks_wait_for_the_last():
     assert min(found.values()) > 5e-3 and max(found.values()) <= 5e-3 + max(together.values()) + 1e-12
 
 
-@pytest.mark.parametrize("operation", ["barrier", "all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "operation", ["barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "sendrecv"]
+)
 @pytest.mark.parametrize("members", [1, 2, 3, 5, 8])
 def test_every_message_that_is_sent_is_waited_for(operation, members):
     steps = schedule(operation, 1e6, members, 0)
