@@ -44,13 +44,17 @@ class VocabParallelEmbedding(SplitLayer):
         self.num_embeddings = num_embeddings
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.rows_of(tokens, self.weight)
+
+    def rows_of(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """The result of `forward`. table: the weight, or a view of all of it, which then gets this use's gradient."""
         require_within(tokens, self.num_embeddings, "a token")
         if not communicates(self.comm):
-            return looked_up(tokens, self.weight)
-        rows = self.weight.shape[0]
+            return looked_up(tokens, table)
+        rows = table.shape[0]
         local = tokens - self.comm.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = looked_up(local.masked_fill(elsewhere, 0), self.weight)
+        found = looked_up(local.masked_fill(elsewhere, 0), table)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(found, self.comm)

@@ -9,19 +9,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator
-from tplayers.attention.key_value_cache import LayerCache
+from commengine import Communicator, Stream
+from tplayers.attention.key_value_cache import KeyValueCache, LayerCache
 from tplayers.attention.rotary import Rotation
 from tplayers.attention.self_attention import SelfAttention, padding_bias
+from tplayers.checks import require_within
+from tplayers.context.group import ContextGroup
+from tplayers.context.ulysses import rows_for_shards, shards_for_rows
 from tplayers.cross_entropy import Arithmetic, cross_entropy_of_shards
-from tplayers.embedding import VocabParallelEmbedding
+from tplayers.embedding import VocabParallelEmbedding, looked_up
 from tplayers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tplayers.mlp import GELUS, MLP, SwiGLU
-from tplayers.models.bert import MaskedTokenHead
+from tplayers.models.bert import BERTEncoder, MaskedTokenHead
+from tplayers.models.part import StageInput
 from tplayers.models.transformer import Transformer
 from tplayers.norm import LayerNorm, RMSNorm
 from tplayers.placement import without_partial_gradients
-from tplayers.regions import communicates, scatter_to_tensor_parallel_region
+from tplayers.regions import communicates, gather_from_tensor_parallel_region, scatter_to_tensor_parallel_region
 from tplayers.rng import Randomness, dropout_mask
 
 from . import norms, pointwise
@@ -29,7 +33,7 @@ from .products import ColumnWeight, columns, replicated, rows
 from .shards import CanonicalShards, stacked, tree_sum, unstacked
 
 
-def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> None:
+def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts: int | None = None) -> None:
     """Let the layers of ``model`` compute in ``count`` canonical shards (`tplayers.canonical`). Not collective.
 
     Losses, gradients and outputs then have the same bits at every tensor-parallel size that divides ``count``, with and
@@ -37,10 +41,28 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> No
     partial any more: the layers sum them themselves. Weights that are split by columns then lie transposed in memory,
     so that a shard of their columns is contiguous.
 
-    comm: the tensor group of all layers, with ``order="tree"``. Raises ValueError, naming the layer, the sizes and what
-    would work, where ``count`` does not divide a size or where a layer has parameters and cannot compute so.
+    comm: the tensor group of all layers, with ``order="tree"``. If ``model`` has a context group, it must have the same
+    order, and share sequences by "ulysses". All its ranks then get the losses of whole sequences, and its gradients are
+    complete. parts: of each sequence, in which products are computed; the bits are those of every context group of
+    which the size divides ``parts`` (default: the size of the group). Raises ValueError, naming the layer, the sizes
+    and what would work, where ``count`` does not divide a size or where a layer cannot compute so.
     """
-    shards = CanonicalShards(count, comm)
+    group: ContextGroup | None = getattr(model, "context", None)
+    if group is not None and group.method != "ulysses":
+        raise ValueError(
+            f"context_method={group.method!r} has other bits on each number of ranks, because a row of scores is added "
+            "up over their blocks of keys; valid: 'ulysses'"
+        )
+    context = None if group is None else group.comm
+    sharing = 1 if context is None else context.size
+    shards = CanonicalShards(count, comm, context, sharing if parts is None else parts)
+    alone = CanonicalShards(count, comm)
+    if shards.own_parts > 1 and comm.size > 1 and getattr(model, "sequence_parallel", False):
+        raise ValueError("sequence_parallel excludes several canonical parts of a rank: it cuts a part of another size")
+    if isinstance(model, BERTEncoder) and context is not None and comm.size > 1 and model.sequence_parallel:
+        raise ValueError(
+            "sequence_parallel excludes canonical shards of a BERT with a context group: its heads see all"
+        )
     for name, module in model.named_modules():
         kind: Any = next((one for plain, one in _KINDS.items() if isinstance(module, plain)), None)
         if kind is None:
@@ -53,10 +75,17 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int) -> No
             raise ValueError(f"{name or 'the model'}: {count} canonical shards do not divide {said}")
         if not isinstance(module, kind):
             module.__class__ = _combined(kind, cast(Any, type(module)))
-        vars(module)["canonical"] = shards
+        # The heads of a BERT see whole sequences on every rank that shares them.
+        vars(module)["canonical"] = alone if name.startswith(HEADS) else shards
         if isinstance(module, RowParallelLinear):
             module.weight.data = module.weight.data.t().contiguous().t()
+    if shards.parts > 1 and isinstance(position := getattr(model, "position_embedding", None), Tensor):
+        position.register_hook(shards.of_all_rows)  # type: ignore[no-untyped-call]  # each of its rows has the gradient of one position
     without_partial_gradients(model)
+
+
+#: the modules of a BERT that follow its last layer
+HEADS = ("mlm_head", "pooler", "order_head")
 
 
 @functools.cache
@@ -79,8 +108,29 @@ def _fanned_out(x: Tensor, layers: Sequence[ColumnParallelLinear], shards: Canon
     The layers communicate as one, and are alike but for their weights.
     """
     first = layers[0]
-    weights = [ColumnWeight(layer.weight, layer.bias, layer.blocks) for layer in layers]
-    return columns(x, weights, shards, split=first.sequence_parallel, stream=first.overlap_stream)
+    weights = [(layer.weight, layer.bias, layer.blocks) for layer in layers]
+    return _columns(x, weights, shards, split=first.sequence_parallel, stream=first.overlap_stream)
+
+
+def _columns(
+    x: Tensor, weights: Sequence[tuple[Tensor, Tensor | None, int]], shards: CanonicalShards, *, split: bool,
+    stream: Stream | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`columns` of each part of ``x``. weights: as `ColumnWeight`."""
+    of_layers = [
+        [ColumnWeight(*both, blocks) for both in zip(shards.uses(weight), _uses(bias, shards), strict=True)]
+        for weight, bias, blocks in weights
+    ]
+    found = [
+        columns(part, of_part, shards, split=split, stream=stream)
+        for part, of_part in zip(x.chunk(shards.own_parts), zip(*of_layers, strict=True), strict=True)
+    ]
+    return found[0] if len(found) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+
+
+def _uses(bias: Tensor | None, shards: CanonicalShards) -> Sequence[Tensor | None]:
+    """`CanonicalShards.uses` of a bias that may be missing."""
+    return [None] * shards.own_parts if bias is None else shards.uses(bias)
 
 
 class _Rows(RowParallelLinear):
@@ -92,7 +142,9 @@ class _Rows(RowParallelLinear):
 
 def _fanned_in(x: Tensor, layer: RowParallelLinear, shards: CanonicalShards) -> Tensor:
     """The output of ``layer`` for the shards of its input, [own, ..., in_features / C]."""
-    return rows(x, layer.weight, layer.bias, shards, split=layer.sequence_parallel)
+    uses = zip(x.chunk(shards.own_parts, 1), shards.uses(layer.weight), _uses(layer.bias, shards), strict=True)
+    found = [rows(part, weight, bias, shards, split=layer.sequence_parallel) for part, weight, bias in uses]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class _Replicated(ReplicatedLinear):
@@ -106,9 +158,11 @@ class _Embedding(VocabParallelEmbedding):
     canonical: CanonicalShards
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = super().forward(tokens)
+        parts = zip(tokens.chunk(self.canonical.own_parts), self.canonical.uses(self.weight), strict=True)
+        found = [self.rows_of(part, table) for part, table in parts]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
         # A sum of rows and of zeros, as on several ranks, is exact, but for the sign of a zero.
-        return found if communicates(self.comm) else found + 0.0
+        return whole if communicates(self.comm) else whole + 0.0
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return unstacked(_logit_shards(x, self, bias, self.canonical))
@@ -121,8 +175,8 @@ def _logit_shards(
 
     The layer may have a ``twin`` of its weight, a tensor in the same memory that gets the gradient of this use alone.
     """
-    weight = ColumnWeight(vars(layer).get("twin", layer.weight), bias)
-    (y,) = columns(x, [weight], shards, split=layer.sequence_parallel, stream=layer.overlap_stream)
+    weight = vars(layer).get("twin", layer.weight), bias, 1
+    (y,) = _columns(x, [weight], shards, split=layer.sequence_parallel, stream=layer.overlap_stream)
     return y
 
 
@@ -177,20 +231,35 @@ class _SelfAttention(SelfAttention):
         else:
             q, k, v = _fanned_out(x, [self.qkv], self.canonical)[0].chunk(3)
         own, s, b, _ = q.shape
+        group, first = self.canonical.context if self.context is not None else None, 0
+        if group is not None:
+            if rotation is not None:
+                q, k = _turned(q, rotation, self.head_size), _turned(k, rotation, self.head_size)
+                rotation = None
+            sizes = [one.shape[-1] for one in (q, k, v)]
+            every = shards_for_rows(torch.cat((q, k, v), -1), group)
+            q, k, v = (one.contiguous() for one in torch.split(every, sizes, -1))
+            first, s = group.rank * own // group.size, s * group.size
         drawn = self._drawn(randomness)
         if isinstance(drawn, Tensor) and not self.recompute_core:
             drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
         keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
         bias = None if padding is None else padding_bias(padding, b, s, q.dtype, causal=self.causal)
         parts = []
-        for *group, of_group in zip(q.unbind(), k.unbind(), v.unbind(), keys, strict=True):
-            heads = [part.view(s, b, -1, self.head_size) for part in group]
+        for *shard, of_shard in zip(q.unbind(), k.unbind(), v.unbind(), keys[first : first + len(q)], strict=True):
+            heads = [part.view(s, b, -1, self.head_size) for part in shard]
             if rotation is not None:
                 heads[:2] = rotation(heads[0]), rotation(heads[1])
             of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
-            mine = self._context(of_q, of_k, of_v, of_group, bias)
+            mine = self._kept(of_q, of_k, of_v, of_shard, bias)
             parts.append(mine.permute(2, 0, 1, 3).reshape(s, b, -1))
-        return _fanned_in(torch.stack(parts), self.projection, self.canonical)
+        found = torch.stack(parts)
+        return _fanned_in(found if group is None else rows_for_shards(found, group), self.projection, self.canonical)
+
+
+def _turned(x: Tensor, rotation: Rotation, head_size: int) -> Tensor:
+    """Queries or keys [own, s, b, n] of several shards, turned."""
+    return torch.stack([rotation(one.unflatten(-1, (-1, head_size))).flatten(-2) for one in x.unbind()])  # type: ignore[no-untyped-call]
 
 
 class _MaskedTokenHead(MaskedTokenHead):
@@ -206,7 +275,22 @@ ARITHMETIC = Arithmetic(
 
 
 class _Transformer(Transformer):
+    """With a context group all its ranks have the losses of whole sequences."""
+
     canonical: CanonicalShards
+
+    @property
+    def partial_losses(self) -> bool:
+        return False
+
+    def _of_types(self, tokens: Tensor, token_types: Tensor | None) -> Tensor:
+        if self.canonical.parts == 1:
+            return super()._of_types(tokens, token_types)
+        types = torch.zeros_like(tokens) if token_types is None else token_types
+        require_within(types, self.config.num_tokentypes, "a token type")
+        uses = self.canonical.uses(self.token_type_embedding)
+        parts = zip(types.t().chunk(self.canonical.own_parts), uses, strict=True)
+        return torch.cat([looked_up(part, table) for part, table in parts])
 
     def _own_rows(self, look_up: Callable[[slice], Tensor], s: int) -> Tensor:
         if not self.sequence_parallel:
@@ -222,14 +306,51 @@ class _Transformer(Transformer):
         return _logit_shards(hidden, self.output_layer, bias, self.canonical)
 
     def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_of_shards(scores, labels, self.canonical.comm, self.config.vocab_size, True, ARITHMETIC)
+        comm, vocab = self.canonical.comm, self.config.vocab_size
+        found = cross_entropy_of_shards(scores, labels, comm, vocab, True, ARITHMETIC)
+        return found if self.context is None else self._whole(found)
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """The rows of all ranks of the context group, in the order of the sequence."""
+        assert self.canonical.context is not None
+        return gather_from_tensor_parallel_region(part, self.canonical.context, 0)
+
+
+class _BERT(_Transformer, BERTEncoder):
+    """The heads see whole sequences on every rank of a context group."""
+
+    @property
+    def head_context(self) -> None:
+        return None
+
+    def _scores(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _logit_shards(hidden, self.output_layer, bias, self._alone)
+
+    def logits(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        return unstacked(_logit_shards(hidden, self.output_layer, bias, self._alone))
+
+    @property
+    def _alone(self) -> CanonicalShards:
+        return CanonicalShards(self.canonical.count, self.canonical.comm)
+
+    def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        comm, vocab = self.canonical.comm, self.config.vocab_size
+        return cross_entropy_of_shards(scores, labels, comm, vocab, True, ARITHMETIC)
+
+    def hidden_states(
+        self, tokens: Tensor, randomness: Randomness | None = None, token_types: Tensor | None = None,
+        padding: Tensor | None = None, cache: KeyValueCache | None = None, at: StageInput | None = None,
+    ) -> Tensor:  # fmt: skip
+        found = super().hidden_states(tokens, randomness, token_types, padding, cache, at)
+        return self._whole(found) if self.context is not None and self.part.ends(at or StageInput()) else found
 
 
 #: the layers that can, and the classes that they get
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: _Columns, RowParallelLinear: _Rows, ReplicatedLinear: _Replicated,
     VocabParallelEmbedding: _Embedding, LayerNorm: _LayerNorm, RMSNorm: _RMSNorm, MLP: _MLP, SwiGLU: _SwiGLU,
-    SelfAttention: _SelfAttention, MaskedTokenHead: _MaskedTokenHead, Transformer: _Transformer,
+    SelfAttention: _SelfAttention, MaskedTokenHead: _MaskedTokenHead, BERTEncoder: _BERT,
+    Transformer: _Transformer,
 }  # fmt: skip
 
 #: the sizes of a layer that the shards must divide

@@ -41,6 +41,22 @@ def whole_sequences(
     return returned.flatten(0, 1).transpose(0, 1)
 
 
+def shards_for_rows(x: Tensor, comm: Communicator) -> Tensor:
+    """Some shards of whole sequences, for a rank's part of all shards: x [own, s / c, ...] -> [own / c, s, ...].
+
+    c: ``comm.size``, which must divide the shards. One all-to-all forward, and one backward. Every rank must call it.
+    """
+    parts: Tensor = _Exchanged.apply(x.unflatten(0, (comm.size, -1)).contiguous(), comm)  # type: ignore[no-untyped-call]
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def rows_for_shards(x: Tensor, comm: Communicator) -> Tensor:
+    """The way back of `shards_for_rows`."""
+    parts = x.unflatten(1, (comm.size, -1)).transpose(0, 1).contiguous()  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(parts, comm)  # type: ignore[no-untyped-call]
+    return found.flatten(0, 1)
+
+
 class _Exchanged(torch.autograd.Function):
     """Row r of x [ranks, ...] to rank r. The transposed operator is the same one."""
 

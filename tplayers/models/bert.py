@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 from tplayers.checks import require_within
+from tplayers.context.group import ContextGroup
 from tplayers.cross_entropy import IGNORED, class_cross_entropy
 from tplayers.linear import ReplicatedLinear
 from tplayers.mlp import GELUS, Gelu
@@ -68,6 +69,11 @@ class BERTEncoder(Transformer):
     config: BERTConfig
     pooler: ReplicatedLinear
 
+    @property
+    def head_context(self) -> ContextGroup | None:
+        """The ranks of which each has some of the rows that the heads see; None if all have all."""
+        return self.context
+
     def add_pooler(self, dtype: torch.dtype | None = None) -> None:
         """Give the model the layer of `pooled`."""
         hidden = self.config.hidden_size
@@ -78,8 +84,8 @@ class BERTEncoder(Transformer):
         first = self.rows(hidden, torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device))
         if self.config.sequence_parallel:
             first = reduce_own_from_tensor_parallel_region(first, self.comm)
-        if self.context is not None:  # of which the first rank has it
-            first = reduce_own_from_tensor_parallel_region(first, self.context.comm)
+        if self.head_context is not None:  # of which the first rank has it
+            first = reduce_own_from_tensor_parallel_region(first, self.head_context.comm)
         return torch.tanh(self.pooler(first[0]))
 
     def rows(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -89,8 +95,8 @@ class BERTEncoder(Transformer):
         """
         s, b, h = hidden.shape
         elsewhere = None
-        if self.config.sequence_parallel or self.context is not None:
-            first = first_row(hidden, self.comm, self.config.sequence_parallel, self.context)
+        if self.config.sequence_parallel or self.head_context is not None:
+            first = first_row(hidden, self.comm, self.config.sequence_parallel, self.head_context)
             # Without a causal mask a rank's positions follow each other.
             positions = positions - (first if isinstance(first, int) else first[0])
             elsewhere = (positions < 0) | (positions >= s)
@@ -155,7 +161,8 @@ class BERT(BERTEncoder):
         hidden = self.hidden_states(tokens, randomness, token_types, padding, at=at)
         if not self.part.ends(at or StageInput()):
             return hidden, None
-        rows, asked = hidden, tokens.shape[1] if self.context is None else self.context.part(tokens.shape[1])
+        context = self.head_context
+        rows, asked = hidden, tokens.shape[1] if context is None else context.part(tokens.shape[1])
         if positions is not None:
             rows, asked = self._at_positions(hidden, positions), positions.shape[1]
         scores = (self.logits if labels is None else self._scores)(self.mlm_head(rows), self.mlm_head.bias)
@@ -171,13 +178,13 @@ class BERT(BERTEncoder):
         self, labels: Tensor, order_labels: Tensor | None, positions: Tensor | None, s: int
     ) -> tuple[Tensor, Tensor | None]:
         """The labels that this rank of the context group counts: those of its positions, and of its first tokens."""
-        if self.context is None:
+        if (context := self.head_context) is None:
             return labels, order_labels
-        if self.context.comm.rank > 0:
+        if context.comm.rank > 0:
             order_labels = None
         if positions is None:
             return self.own_labels(labels), order_labels
-        mine = positions // self.context.part(s) == self.context.comm.rank
+        mine = positions // context.part(s) == context.comm.rank
         return labels.masked_fill(~mine, IGNORED), order_labels
 
     def _at_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -256,6 +256,11 @@ class Transformer(nn.Module):
                 found = vars(self)["_whole"] = type(self)(self.config, self.comm, dtype=self._weight.dtype)
         return found
 
+    @property
+    def partial_losses(self) -> bool:
+        """Whether the losses are those of this rank's positions, so that a context group adds them up."""
+        return self.context is not None
+
     @contextlib.contextmanager
     def without_context(self) -> Iterator[None]:
         """In this block each rank of the context group computes whole sequences by itself, as without such a group."""

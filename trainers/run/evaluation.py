@@ -112,7 +112,7 @@ def evaluate(
         of_stages = totals[:terms].clone()
         schedule.pipeline.all_reduce(of_stages)
         totals[:terms] = of_stages
-    shared = getattr(model, "context", None) is not None
+    shared = getattr(model, "partial_losses", False)
     (grid.replicas if shared else grid.data).all_reduce(totals[:terms])
     grid.data.all_reduce(totals[terms:])
     if totals[-1]:

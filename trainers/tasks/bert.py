@@ -74,6 +74,12 @@ class BERTTrainConfig(TransformerTrainConfig):
             self.vocab_file is None or self.tokenizer_model is None,
             "--vocab-file and --tokenizer-model: both name the vocabulary; leave one of them out",
         )
+        require(
+            not (self.canonical_shards and self.sequence_parallel and self.context_ranks > 1)
+            or self.tensor_model_parallel_size == 1,
+            "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT, because its heads see "
+            "whole sequences on each rank",
+        )
         if self.mock_data:
             assert self.vocab_size is not None
             smallest = len(SPECIAL) + 1

@@ -54,8 +54,9 @@ class ContextConfig(StagesConfig):
             return
         require(not self.compile, f"{named}: excludes --compile, because messages have no operators of a graph")
         require(
-            self.canonical_shards is None,
-            f"{named}: excludes --deterministic, because the order of its sums depends on the number of ranks",
+            self.canonical_shards is None or self.context_method == "ulysses",
+            f"{given(self, 'cp_comm_type')}: excludes --deterministic, because the row of a score is added up over the "
+            "blocks of keys, which are as many as ranks; --cp-comm-type a2a has whole rows",
         )
         require(
             self.attention_dropout_mask == "position" or self.context_method == "ulysses",

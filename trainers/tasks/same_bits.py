@@ -9,7 +9,7 @@ from typing import Any
 from commengine.host.wire import Order
 from tplayers import TransformerConfig
 from trainers.config import TrainConfig
-from trainers.options import AtLeastOne, given, option, require
+from trainers.options import AtLeastOne, flag_of, given, option, require
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,11 @@ class SameBitsConfig(TrainConfig):
     )
     deterministic_shards: AtLeastOne | None = option(
         None, "with --deterministic: shards in which the model computes, a power of two that the tensor-parallel size "
-        "divides (default: the smallest one from 4 on)",
+        "divides (default: the smallest one from 4 on); with context groups that the product of both sizes divides",
+    )  # fmt: skip
+    deterministic_parts: AtLeastOne | None = option(
+        None, "with --deterministic: parts of each sequence in which the model computes, a power of two that the "
+        "context-parallel size divides (default: that size)",
     )  # fmt: skip
 
     @property
@@ -29,7 +33,13 @@ class SameBitsConfig(TrainConfig):
         """See `TrainConfig.canonical_shards`."""
         if not self.deterministic:
             return None
-        return self.deterministic_shards or max(4, 1 << (self.tensor_model_parallel_size - 1).bit_length())
+        least = self.tensor_model_parallel_size * self.context_ranks
+        return self.deterministic_shards or max(4, 1 << (least - 1).bit_length())
+
+    @property
+    def canonical_parts(self) -> int:
+        """The parts of a sequence in which the model computes the same bits at every layout."""
+        return self.deterministic_parts or self.context_ranks
 
     @property
     def order(self) -> Order | None:
@@ -46,7 +56,8 @@ class SameBitsConfig(TrainConfig):
         super().validate(ranks)
         shards = self.canonical_shards
         if shards is None:
-            require(self.deterministic_shards is None, f"{given(self, 'deterministic_shards')}: needs --deterministic")
+            for name in ("deterministic_shards", "deterministic_parts"):
+                require(getattr(self, name) is None, f"{given(self, name)}: needs --deterministic")
             return
         tensor = self.tensor_model_parallel_size
         replicas = ranks // self.replica_size
@@ -55,6 +66,20 @@ class SameBitsConfig(TrainConfig):
         require(
             shards % tensor == 0,
             f"{given(self, 'tensor_model_parallel_size')}: does not divide {named}, as --deterministic needs",
+        )
+        context, parts = self.context_ranks, self.canonical_parts
+        require(
+            shards % (tensor * context) == 0,
+            f"--context-parallel-size {context}: times {given(self, 'tensor_model_parallel_size')} it does not divide "
+            f"{named}, as --deterministic needs",
+        )
+        require(parts.bit_count() == 1, f"--deterministic-parts {parts}: must be a power of two")
+        require(
+            parts % context == 0, f"--context-parallel-size {context}: does not divide --deterministic-parts {parts}"
+        )
+        require(
+            not self.sequence_parallel or tensor == 1 or parts == context,
+            f"--deterministic-parts {parts}: excludes --sequence-parallel, unless it is the --context-parallel-size",
         )
         require(replicas.bit_count() == 1, f"--deterministic: {replicas} data-parallel ranks are not a power of two")
         require(not self.compile, "--deterministic: excludes --compile, which orders sums as it likes")
@@ -80,10 +105,15 @@ class SameBitsConfig(TrainConfig):
             require(size % shards == 0, f"{name}: is not a multiple of --deterministic-shards {shards}{more}")
 
     def require_resumable(self, saved: Mapping[str, Any]) -> None:
-        """See `TrainConfig.require_resumable`: a run of ``--deterministic`` keeps its shards."""
-        before = saved.get("deterministic_shards")
-        require(
-            before is None or self.canonical_shards in (None, before),
-            f"--deterministic-shards {self.canonical_shards}: its bits are not those of the run of --load, which has "
-            f"{before}; give --deterministic-shards {before}",
-        )
+        """See `TrainConfig.require_resumable`: a run of ``--deterministic`` keeps its shards and its parts."""
+        if self.canonical_shards is None:
+            return
+        now = {"deterministic_shards": self.canonical_shards, "deterministic_parts": self.canonical_parts}
+        for name, value in now.items():
+            # A run of before there were parts has one.
+            before = saved.get(name) or (1 if saved.get("deterministic_shards") else None)
+            require(
+                before in (None, value),
+                f"{flag_of(name)} {value}: its bits are not those of the run of --load, which has {before}; give "
+                f"{flag_of(name)} {before}",
+            )

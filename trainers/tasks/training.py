@@ -49,7 +49,7 @@ def transformer_trainer(config: TransformerTrainConfig, world: Communicator, cor
                 "--deterministic: needs --device cpu; "
                 f"on {world.device} products and reductions have orders of their own",
             )
-            use_canonical_shards(model, grid.tensor, config.canonical_shards)
+            use_canonical_shards(model, grid.tensor, config.canonical_shards, config.canonical_parts)
         batches = config.new_batches(samples, grid.data, given(config, "data_path"))
         return Trainer(config, grid, model, config.objective(), batches)
 

@@ -97,6 +97,13 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
             f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
             "--sequence-parallel",
         )
+        require(
+            self.canonical_shards is None
+            or self.canonical_parts == 1
+            or self.seq_length % max(self.canonical_shards, self.canonical_parts) == 0,
+            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} and of "
+            f"--deterministic-parts {self.canonical_parts}",
+        )
 
     def completed(self, ranks: int) -> Self:
         """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
@@ -106,7 +113,9 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         config.require_split(ranks)
         config.require_context(config.model(), config.seq_length)
         config.require_shards(config.model())
-        config = replace(config, deterministic_shards=config.canonical_shards)
+        if config.canonical_shards is not None:
+            shards, parts = config.canonical_shards, config.canonical_parts
+            config = replace(config, deterministic_shards=shards, deterministic_parts=parts)
         config.require_memory()
         return config
 

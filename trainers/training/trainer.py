@@ -71,10 +71,10 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
-        if config.canonical_shards is not None:
-            grid.require_axes("Trainer with canonical shards", "tensor", "data", "pipeline")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
+        #: the ranks over which gradients and losses are summed; canonical layers have summed them over a context group
+        self.replicas = grid.replicas if config.canonical_shards is None else grid.data
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
@@ -83,8 +83,8 @@ class Trainer:
         self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         self.gradients = GradientBuckets(
-            model, grid.replicas, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
-            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, grid.replicas.size),
+            model, self.replicas, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
+            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, self.replicas.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
             chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied,
@@ -113,7 +113,7 @@ class Trainer:
 
         Raises UsageError, on all ranks, where a batch is not usable or the run has diverged.
         """
-        config, replicas = self.config, self.grid.replicas
+        config, replicas = self.config, self.replicas
         microbatches = list(self.batches(self.iteration))
         counts = self._global_counts(microbatches)
         self.optimizer.wait_for_parameters()
@@ -182,7 +182,7 @@ class Trainer:
         if self.scaler is None:
             return False
         # The ranks must agree: a replicated parameter's gradient may overflow on one rank of a tensor group only.
-        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.grid.replicas, self.grid.pipeline)
+        return on_any_rank(not math.isfinite(norm), self.grid.tensor, self.replicas, self.grid.pipeline)
 
     def _require_finite(self, step: Step) -> None:
         if not math.isfinite(step.norm):

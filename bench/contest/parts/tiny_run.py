@@ -64,7 +64,7 @@ class RunLayout:
     @property
     def ranks(self) -> int:
         """The ranks of the run."""
-        return self.tensor * self.data
+        return self.tensor * self.data * int(self.options.get("context_parallel_size", 1))
 
     def __str__(self) -> str:
         words = [f"TP {self.tensor}", f"DP {self.data}"]
@@ -117,7 +117,9 @@ def _at_layout(
     with Communicator(group, order=config.order, device="cpu", timeout=TIMEOUT) as world:
         config.validate(world.size)
         config = config if model == "bert" else config.completed(world.size)
-        config = replace(config, deterministic_shards=config.canonical_shards)
+        if deterministic:
+            shards, parts = config.canonical_shards, config.canonical_parts
+            config = replace(config, deterministic_shards=shards, deterministic_parts=parts)
         with closing(_trainer(config, world)) as trainer:
             run_state.resume(trainer)
             digests: Digests = {"steps": []}

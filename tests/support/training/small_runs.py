@@ -94,11 +94,11 @@ class Canonical(TrainConfig):
 
 def trainer(
     kind, grid, *, config=CONFIG, chunks=1, layers=5, dtype=torch.float64, micro=2, size=8, canonical=None,
-    method="ulysses", **options,
+    method="ulysses", canonical_parts=None, **options,
 ):  # fmt: skip
     """A trainer on ``grid`` of a small model. canonical: shards in which it computes. options: of the model.
 
-    method: of the context group.
+    method: of the context group. canonical_parts: of each sequence.
     """
     part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
     if grid.context.size > 1:
@@ -107,7 +107,7 @@ def trainer(
     if canonical is not None:
         from tplayers import use_canonical_shards
 
-        use_canonical_shards(model, grid.tensor, canonical)
+        use_canonical_shards(model, grid.tensor, canonical, canonical_parts)
     return Trainer(config, grid, model, Losses(kind), Batches(kind, grid.data, micro=micro, size=size))
 
 

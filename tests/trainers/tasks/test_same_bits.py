@@ -25,6 +25,25 @@ def test_default_shards(tensor, shards):
     assert config.order == "tree" and config.samples_at_once == 1 and config.digests
 
 
+def test_with_context_groups_there_are_as_many_parts_and_enough_shards():
+    config = checked(8, context_parallel_size=2)
+    assert (config.deterministic_shards, config.deterministic_parts) == (4, 2)
+    config = checked(8, context_parallel_size=4, tensor_model_parallel_size=2)
+    assert (config.deterministic_shards, config.deterministic_parts) == (8, 4)
+    assert checked(8).deterministic_parts == 1 and checked(8, deterministic_parts=4).canonical_parts == 4
+
+
+def test_a_run_goes_on_with_its_shards_and_its_parts():
+    alone = checked(8)
+    alone.require_resumable({"deterministic_shards": 4})  # of before there were parts
+    alone.require_resumable({"deterministic_shards": 4, "deterministic_parts": 1})
+    alone.require_resumable({"deterministic_shards": None, "deterministic_parts": None})
+    with pytest.raises(UsageError, match=r"-parts 1: its bits are not .* which has 2; give --deterministic-parts 2"):
+        alone.require_resumable({"deterministic_shards": 4, "deterministic_parts": 2})
+    with pytest.raises(UsageError, match=r"--deterministic-parts 2: .* which has 1; give --deterministic-parts 1"):
+        checked(8, deterministic_parts=2).require_resumable({"deterministic_shards": 4})
+
+
 def test_without_it_nothing_is_set():
     config = checked(8, deterministic=False, micro_batch_size=2)
     assert config.canonical_shards is config.deterministic_shards is config.order is None
@@ -37,6 +56,28 @@ def test_without_it_nothing_is_set():
     [
         (8, {"deterministic": False, "deterministic_shards": 4}, "--deterministic-shards 4: needs --deterministic"),
         (8, {"deterministic_shards": 6}, "--deterministic-shards 6: must be a power of two"),
+        (8, {"deterministic": False, "deterministic_parts": 2}, "--deterministic-parts 2: needs --deterministic"),
+        (8, {"deterministic_parts": 3}, "--deterministic-parts 3: must be a power of two"),
+        (
+            8,
+            {"deterministic_parts": 2, "context_parallel_size": 4},
+            "--context-parallel-size 4: does not divide --deterministic-parts 2",
+        ),
+        (
+            8,
+            {"deterministic_shards": 4, "context_parallel_size": 4, "tensor_model_parallel_size": 2},
+            "--context-parallel-size 4: times --tensor-model-parallel-size 2 it does not divide --deterministic-shards",
+        ),
+        (
+            8,
+            {"deterministic_parts": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--deterministic-parts 2: excludes --sequence-parallel",
+        ),
+        (
+            8,
+            {"deterministic_parts": 2, "seq_length": 18},
+            "--seq-length 18: must be a multiple of --deterministic-shards 4 and of --deterministic-parts 2",
+        ),
         (
             8,
             {"tensor_model_parallel_size": 8, "deterministic_shards": 4},

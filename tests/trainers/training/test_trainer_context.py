@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from commengine import CollectiveError, Communicator, ProcessGrid
+from commengine import Communicator, ProcessGrid
 from tests.support.training import small_runs
 from tplayers import placements
 
@@ -73,12 +73,11 @@ def test_losses_in_float32(mpi_world, itself, method):
 
 
 @pytest.mark.sizes(2)
-def test_canonical_shards_refuse_context_groups(mpi_world):
+def test_canonical_shards_refuse_a_ring(mpi_world):
     config = small_runs.Canonical(**vars(small_runs.CONFIG))
-    said = r"Trainer with canonical shards knows the axes .* has context, too"
     with (
-        Communicator(mpi_world) as world,
+        Communicator(mpi_world, order="tree") as world,
         ProcessGrid(world, context=2) as grid,
-        pytest.raises(CollectiveError, match=said),
+        pytest.raises(ValueError, match=r"context_method='ring' has other bits .*; valid: 'ulysses'"),
     ):
-        small_runs.trainer("gpt", grid, config=config, layers=LAYERS)
+        small_runs.trainer("gpt", grid, config=config, layers=LAYERS, canonical=4, method="ring")

@@ -59,6 +59,18 @@ UNUSUAL += [
         "seq_length": 1040, "hidden_size": 160, "deterministic_shards": 2, "global_batch_size": 1, "steps": 1,
     }),
 ]  # fmt: skip
+#: ranks that share sequences, which are computed in as many parts on one rank, too
+PARTS = {"deterministic_parts": 2}
+CP2 = {"context_parallel_size": 2}
+SHARED = [
+    ("gpt", "fp32", RunLayout(1, 1, {**CP2, "ddp_bucket_size": 700}), PARTS),
+    ("bert", "bf16", RunLayout(1, 1, {**CP2, "recompute_granularity": "full"}), PARTS),
+    ("llama", "bf16", RunLayout(1, 1, {**CP2, "recompute_granularity": "selective"}), {"deterministic_parts": 4}),
+    ("gpt", "fp16", RunLayout(2, 1, {**CP2, "sequence_parallel": True}), PARTS),
+    ("llama", "fp32", RunLayout(1, 2, {**CP2, "use_distributed_optimizer": True}), {"deterministic_parts": 4}),
+    ("bert", "fp32", RunLayout(1, 1, {"context_parallel_size": 4}), {"deterministic_parts": 4}),
+    ("bert", "fp32", RunLayout(2, 1, CP2), PARTS | {"bert_no_binary_head": True}),
+]
 MORE_UNUSUAL = [("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT), ("bert", "bf16", RunLayout(4, 1), LONG)]
 #: gradients and activations that go through shared memory
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 4000, "global_batch_size": 4}
@@ -95,7 +107,7 @@ def test_layouts(mpi_world, model, precision, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "layout", "settings"),
-    on_its_ranks(UNUSUAL) + on_its_ranks(MORE_UNUSUAL, pytest.mark.long),
+    on_its_ranks(UNUSUAL + SHARED) + on_its_ranks(MORE_UNUSUAL, pytest.mark.long),
     ids=str,
 )
 def test_unusual_settings(mpi_world, model, precision, layout, settings):
@@ -130,13 +142,21 @@ def folder(mpi_world):
 
 @pytest.mark.slow
 @pytest.mark.sizes(2)
-def test_a_run_is_resumed_at_another_layout(mpi_world, folder):
+@pytest.mark.parametrize(
+    ("first", "second", "settings"),
+    [
+        (RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True}), {}),
+        (RunLayout(1, 1, CP2), RunLayout(1, 2, {"use_distributed_optimizer": True}), PARTS),
+        (RunLayout(2, 1), RunLayout(1, 1, CP2), PARTS),
+    ],
+    ids=str,
+)
+def test_a_run_is_resumed_at_another_layout(mpi_world, folder, first, second, settings):
     """After the first of two steps, in the middle of an epoch. A second step at the first layout is lost."""
     if mpi_world.size != 2:
         pytest.skip("for 2 ranks")
-    first, second = RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True})
-    found = run(mpi_world, "gpt", second, resumed=(first, 1, folder), **SMALL)
-    assert unlike(alone("gpt", "fp32"), found) == []
+    found = run(mpi_world, "gpt", second, resumed=(first, 1, folder), **SMALL | settings)
+    assert unlike(alone("gpt", "fp32", settings), found) == []
 
 
 @pytest.mark.slow
