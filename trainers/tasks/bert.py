@@ -77,7 +77,7 @@ class BERTTrainConfig(TransformerTrainConfig):
         require(
             not (self.canonical_shards and self.sequence_parallel and self.context_ranks > 1)
             or self.tensor_model_parallel_size == 1,
-            "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT, because its heads see "
+            "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT: its heads see "
             "whole sequences on each rank",
         )
         if self.mock_data:
