@@ -157,7 +157,8 @@ test-quick: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/python tests/run --long $(ARGS)
 
-ON_DEVICE := tests/commengine/device tests/trainers/pipeline/test_schedule_device.py
+ON_DEVICE := tests/commengine/device tests/trainers/pipeline/test_schedule_device.py \
+	tests/tplayers/context/test_exchanges_device.py
 
 # The device path over the real CuPy, without a GPU: two versions, each in a folder of its own, because .venv has none.
 # 2 minutes; the first time it downloads 250 MB.

@@ -23,7 +23,10 @@ PACKAGES = ("commengine", "tplayers", "trainers", "tests", "bench", "examples", 
 KINDS = ("device", "packages")
 SECONDS = 300
 #: the tests of make test-cupy
-ON_DEVICE = ("tests/commengine/device", "tests/trainers/pipeline/test_schedule_device.py")
+ON_DEVICE = (
+    "tests/commengine/device", "tests/trainers/pipeline/test_schedule_device.py",
+    "tests/tplayers/context/test_exchanges_device.py",
+)  # fmt: skip
 # pytest's own line, or that of a rank that failed alone while the others wait for it
 FAILURE = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^\[rank \d+\] (\S+::.+?): this rank failed in "
 #: the first line of a patch in packages/
