@@ -49,7 +49,6 @@ TESTED_BY = {
         "tplayers/models/test_bert.py",
     ],
     "tplayers/context/blockwise.py": ["tplayers/context/test_group.py", "tplayers/context/test_chunks.py"],
-    "tplayers/context/exchanges.py": ["tplayers/context/test_group.py"],
     "tplayers/context/ulysses.py": ["tplayers/context/test_group.py"],
     "tplayers/dropout_kernel.py": ["tplayers/test_rng_dropout.py"],
     "tplayers/fields/conv.py": ["tplayers/fields/test_layers_drawn.py"],
