@@ -57,7 +57,7 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts
     sharing = 1 if context is None else context.size
     shards = CanonicalShards(count, comm, context, sharing if parts is None else parts)
     alone = CanonicalShards(count, comm)
-    if shards.own_parts > 1 and comm.size > 1 and getattr(model, "sequence_parallel", False):
+    if shards.parts > sharing and comm.size > 1 and getattr(model, "sequence_parallel", False):
         raise ValueError("sequence_parallel excludes several canonical parts of a rank: it cuts a part of another size")
     if isinstance(model, BERTEncoder) and context is not None and comm.size > 1 and model.sequence_parallel:
         raise ValueError(
@@ -79,8 +79,9 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts
         vars(module)["canonical"] = alone if name.startswith(HEADS) else shards
         if isinstance(module, RowParallelLinear):
             module.weight.data = module.weight.data.t().contiguous().t()
-    if shards.parts > 1 and isinstance(position := getattr(model, "position_embedding", None), Tensor):
-        position.register_hook(shards.of_all_rows)  # type: ignore[no-untyped-call]  # each of its rows has the gradient of one position
+    # Each of its rows has the gradient of one position.
+    if shards.parts > 1 and isinstance(table := getattr(model, "position_embedding", None), Tensor):
+        table.register_hook(shards.of_all_rows)  # type: ignore[no-untyped-call]
     without_partial_gradients(model)
 
 
@@ -117,20 +118,24 @@ def _columns(
     stream: Stream | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`columns` of each part of ``x``. weights: as `ColumnWeight`."""
+    parts = shards.cut(x)
     of_layers = [
-        [ColumnWeight(*both, blocks) for both in zip(shards.uses(weight), _uses(bias, shards), strict=True)]
+        [ColumnWeight(*both, blocks) for both in _uses(shards, len(parts), weight, bias)]
         for weight, bias, blocks in weights
     ]
     found = [
         columns(part, of_part, shards, split=split, stream=stream)
-        for part, of_part in zip(x.chunk(shards.own_parts), zip(*of_layers, strict=True), strict=True)
+        for part, of_part in zip(parts, zip(*of_layers, strict=True), strict=True)
     ]
-    return found[0] if len(found) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    return found[0] if len(found) == 1 else tuple(torch.cat(outputs, 1) for outputs in zip(*found, strict=True))
 
 
-def _uses(bias: Tensor | None, shards: CanonicalShards) -> Sequence[Tensor | None]:
-    """`CanonicalShards.uses` of a bias that may be missing."""
-    return [None] * shards.own_parts if bias is None else shards.uses(bias)
+def _uses(
+    shards: CanonicalShards, count: int, weight: Tensor, bias: Tensor | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """`CanonicalShards.uses` of a weight and of a bias, which may be missing."""
+    biases = [None] * count if bias is None else shards.uses(bias, count)
+    return list(zip(shards.uses(weight, count), biases, strict=True))
 
 
 class _Rows(RowParallelLinear):
@@ -142,8 +147,9 @@ class _Rows(RowParallelLinear):
 
 def _fanned_in(x: Tensor, layer: RowParallelLinear, shards: CanonicalShards) -> Tensor:
     """The output of ``layer`` for the shards of its input, [own, ..., in_features / C]."""
-    uses = zip(x.chunk(shards.own_parts, 1), shards.uses(layer.weight), _uses(layer.bias, shards), strict=True)
-    found = [rows(part, weight, bias, shards, split=layer.sequence_parallel) for part, weight, bias in uses]
+    parts = shards.cut(x, 1)
+    uses = zip(parts, _uses(shards, len(parts), layer.weight, layer.bias), strict=True)
+    found = [rows(part, weight, bias, shards, split=layer.sequence_parallel) for part, (weight, bias) in uses]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -158,8 +164,9 @@ class _Embedding(VocabParallelEmbedding):
     canonical: CanonicalShards
 
     def forward(self, tokens: Tensor) -> Tensor:
-        parts = zip(tokens.chunk(self.canonical.own_parts), self.canonical.uses(self.weight), strict=True)
-        found = [self.rows_of(part, table) for part, table in parts]
+        parts = self.canonical.cut(tokens)
+        uses = zip(parts, self.canonical.uses(self.weight, len(parts)), strict=True)
+        found = [self.rows_of(part, table) for part, table in uses]
         whole = found[0] if len(found) == 1 else torch.cat(found)
         # A sum of rows and of zeros, as on several ranks, is exact, but for the sign of a zero.
         return whole if communicates(self.comm) else whole + 0.0
@@ -288,9 +295,9 @@ class _Transformer(Transformer):
             return super()._of_types(tokens, token_types)
         types = torch.zeros_like(tokens) if token_types is None else token_types
         require_within(types, self.config.num_tokentypes, "a token type")
-        uses = self.canonical.uses(self.token_type_embedding)
-        parts = zip(types.t().chunk(self.canonical.own_parts), uses, strict=True)
-        return torch.cat([looked_up(part, table) for part, table in parts])
+        parts = self.canonical.cut(types.t())
+        uses = zip(parts, self.canonical.uses(self.token_type_embedding, len(parts)), strict=True)
+        return torch.cat([looked_up(part, table) for part, table in uses])
 
     def _own_rows(self, look_up: Callable[[slice], Tensor], s: int) -> Tensor:
         if not self.sequence_parallel:

@@ -52,10 +52,10 @@ class CanonicalShards:
         """The number of this rank's first shard."""
         return self.comm.rank * self.own
 
-    @property
-    def own_parts(self) -> int:
-        """The parts of a sequence that this rank has."""
-        return self.parts // self.sharing
+    def cut(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """``x`` by this rank's parts of a sequence along ``dim``; as it is if they do not divide its rows."""
+        own = self.parts // self.sharing
+        return x.chunk(own, dim) if x.shape[dim] % own == 0 else (x,)
 
     def blocks(self, rows: int, *, split: bool) -> int:
         """The blocks of this rank's ``rows`` rows of tokens. split: each rank has its rows of the sequence.
@@ -92,24 +92,27 @@ class CanonicalShards:
             return all_reduced(total, self.context)[0]
         return all_reduced(total.t().contiguous(), self.context)[0].t()  # a weight may lie transposed
 
-    def uses(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """``parameter`` once for each part of this rank. Its gradient is the sum over all parts of all ranks."""
+    def uses(self, parameter: Tensor, count: int) -> tuple[Tensor, ...]:
+        """``parameter`` once for each of ``count`` parts of this rank.
+
+        Its gradient is the sum over all parts of all ranks.
+        """
         if self.parts == 1:
             return (parameter,)
-        found: tuple[Tensor, ...] = _Uses.apply(parameter, self)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Uses.apply(parameter, self, count)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Uses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, shards: CanonicalShards) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, parameter: Tensor, shards: CanonicalShards, count: int) -> tuple[Tensor, ...]:
         ctx.shards = shards
-        return tuple(parameter.view_as(parameter) for _ in range(shards.own_parts))
+        return tuple(parameter.view_as(parameter) for _ in range(count))
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.shards.of_all_rows(tree_sum(grads)), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shards.of_all_rows(tree_sum(grads)), None, None
 
 
 def require_count(count: int, tensor: int) -> None:

@@ -75,6 +75,29 @@ def test_a_run_is_that_of_one_rank(pretrain, mock, rows, tmp_path, kind):
         assert measured(tmp_path / name, rows) == pytest.approx(later, rel=1e-5), name
 
 
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_a_deterministic_run_has_the_bits_and_the_text_of_one_rank(pretrain, mock, rows, tmp_path, kind):
+    """Its evaluations and its text go through the same layers, in lengths that the parts do not divide."""
+    command = "pretrain_bert" if kind == "bert" else "pretrain_gpt"
+    words = [*mock, *SIZES, "--deterministic"]
+    sample = words.index("--sample-tokens")
+    words[sample : sample + 2] = [] if kind == "bert" else ["--sample-tokens", "4"]
+    runs = [
+        (1, [*words, "--deterministic-parts", "2", "--save", str(tmp_path / "one")]),
+        (2, [*words, "--context-parallel-size", "2", "--save", str(tmp_path / "two")]),
+    ]
+    outcomes = pretrain(*runs, command=command)
+    assert [outcome.codes for outcome in outcomes] == [[0], [0, 0]], outcomes
+    digests = [
+        [[row[name] for name in ("loss_digest", "norm_digest", "weights_digest")] for row in rows(tmp_path / name)]
+        for name in ("one", "two")
+    ]
+    assert digests[0] == digests[1] and len(digests[0]) == 4
+    one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
+    assert one["sample"] == two["sample"] != ""
+    assert one["validation_loss"] == pytest.approx(two["validation_loss"], rel=1e-12)
+
+
 def test_bad_sizes_end_with_one_line(pretrain, mock):
     bad = ["--context-parallel-size", "2", "--seq-length", "33"]
     (outcome,) = pretrain((2, [*mock, *bad, "--train-iters", "1"]))
