@@ -76,7 +76,7 @@ class ContextContest(ProgramContest):
         for length in given.seq_lengths:
             for rate in given.rates:
                 task = task_of(ContextTask, given, seq_length=length, rate=rate)
-                link = f"{rate / 1e6:g} MB/s" if rate else "memory"
+                link = f"{rate / 1e6:g} MB/s, threads" if rate else "memory"
                 yield GivenTask({"sequence": length, "link": link}, task, length)
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:

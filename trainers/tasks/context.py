@@ -52,16 +52,18 @@ class ContextConfig(StagesConfig):
             needs = "needs a --context-parallel-size above 1"
             require(self.cp_comm_type is None, f"{given(self, 'cp_comm_type')}: {needs}")
             return
-        require(not self.compile, f"{named}: excludes --compile, because messages have no operators of a graph")
+        require(
+            not self.compile, f"{named}: excludes --compile, because a graph has no messages; leave one of them out"
+        )
         require(
             self.canonical_shards is None or self.context_method == "ulysses",
-            f"{given(self, 'cp_comm_type')}: excludes --deterministic, because the row of a score is added up over the "
-            "blocks of keys, which are as many as ranks; --cp-comm-type a2a has whole rows",
+            f"{given(self, 'cp_comm_type')}: excludes --deterministic, because a row of scores is added up over blocks "
+            "of keys from all ranks; --cp-comm-type a2a has whole rows",
         )
         require(
             self.attention_dropout_mask == "position" or self.context_method == "ulysses",
-            f"{given(self, 'attention_dropout_mask')}: a kernel that draws masks sees some of the keys only with "
-            "--cp-comm-type p2p or all_gather; valid: position, or --cp-comm-type a2a",
+            f"{given(self, 'attention_dropout_mask')}: excludes {given(self, 'cp_comm_type')}: a kernel sees some "
+            "keys only; valid: --attention-dropout-mask position, or --cp-comm-type a2a",
         )
 
     def require_context(self, model: TransformerConfig, length: int) -> None:

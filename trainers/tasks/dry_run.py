@@ -84,14 +84,29 @@ def _mb(found: list[Collective]) -> str:
 def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensors:
     """The settings that decide which tensors a rank keeps. overlap: whether gradients are sent during the backward."""
     element = _dtype(config).itemsize
-    drawn = config.attention_dropout > 0 and config.attention_dropout_mask == "position"
-    drawn &= config.context_parallel_size == 1 or config.context_method == "ulysses"  # others keep no scores at all
+    drawn = _draws_by_position(config) and (config.context_parallel_size == 1 or config.context_method == "ulysses")
     return KeptTensors(
         element_bytes=element, recompute=config.recompute_granularity or "none",
         sequence_parallel=config.sequence_parallel, hidden_dropout=config.hidden_dropout > 0,
         scores="dropped" if drawn else "none", zero1=config.use_distributed_optimizer, sends_together=overlap,
         sent_bytes=element if element == 2 and not config.grad_reduce_in_fp32 else 0,
     )  # fmt: skip
+
+
+def _draws_by_position(config: TransformerTrainConfig) -> bool:
+    """Whether attention has dropout of which no fused kernel draws the mask."""
+    return config.attention_dropout > 0 and config.attention_dropout_mask == "position"
+
+
+def block_of_scores(config: TransformerTrainConfig) -> float:
+    """The bytes of the largest block of scores of a ring or a gather: fp32, dropped, and the mask; 0 if it is fused.
+
+    No block is kept for the backward.
+    """
+    if config.context_parallel_size == 1 or config.context_method == "ulysses" or not _draws_by_position(config):
+        return 0.0
+    heads = config.model().head_split(config.tensor_model_parallel_size).local_heads
+    return config.micro_batch_size * heads * (config.seq_length / config.context_parallel_size) ** 2 * (4 + 4 + 1)
 
 
 def _dtype(config: TransformerTrainConfig) -> torch.dtype:
@@ -178,14 +193,15 @@ def forecast(
     context = config.context_parallel_size
     data = ranks // config.replica_size
     kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
-    shape = config.cost_shape()
+    shape, scores = config.cost_shape(), block_of_scores(config)
+    block = {"one block of scores": scores} if scores else {}
     batch, groups = config.batch_size(data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * _seconds(model, one) for one in every)
     if stages == 1:
-        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept, context=context)
+        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept, context=context) | block
         flops = cost.model_flops(shape, batch, kept.recompute) / ranks
         return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
     microbatches = batch // (config.micro_batch_size * data)
@@ -196,7 +212,7 @@ def forecast(
         )
         for number, stage in enumerate(_stages(config))
     ]  # fmt: skip
-    memory = max(uses, key=lambda use: sum(use.values()))
+    memory = max(uses, key=lambda use: sum(use.values())) | block
     most, waits = _busiest(config, microbatches)
     counts = [[len(chunk) for chunk in part.chunks] for part in config.parts()]
     cut = " + ".join(str(one if len(one) > 1 else one[0]) for one in counts)

@@ -16,9 +16,7 @@ from trainers.options import AtLeastOne, flag_of, given, option, require
 class SameBitsConfig(TrainConfig):
     """A training run that may have the same bits at every layout (``--deterministic``)."""
 
-    deterministic: bool = option(
-        False, "the same bits at every tensor-parallel and data-parallel size: see docs/same-bits.md"
-    )
+    deterministic: bool = option(False, "the same bits at every layout of the ranks: see docs/same-bits.md")
     deterministic_shards: AtLeastOne | None = option(
         None, "with --deterministic: shards in which the model computes, a power of two that the tensor-parallel size "
         "divides (default: the smallest one from 4 on); with context groups that the product of both sizes divides",
@@ -73,7 +71,10 @@ class SameBitsConfig(TrainConfig):
             f"--context-parallel-size {context}: times {given(self, 'tensor_model_parallel_size')} it does not divide "
             f"{named}, as --deterministic needs",
         )
-        require(parts.bit_count() == 1, f"--deterministic-parts {parts}: must be a power of two")
+        require(
+            parts.bit_count() == 1,
+            f"--deterministic-parts {parts}: must be a power of two that --context-parallel-size {context} divides",
+        )
         require(
             parts % context == 0, f"--context-parallel-size {context}: does not divide --deterministic-parts {parts}"
         )

@@ -128,6 +128,7 @@ class ProgramContest(Contest):
         difference = max(case.numbers["largest_loss_difference"] for case in cases)
         return [
             f"- set for every contestant: `{' '.join(f'{key}={value}' for key, value in ALLOCATOR.items())}`",
+            "- peak RSS: of all ranks of a side together",
             f"- largest difference of the losses of the first {COMPARED_STEPS} steps: {difference:.1e}",
         ]
 

@@ -82,7 +82,7 @@ SHARED = {"context_parallel_size": 2}
         ),
         (
             2, SHARED | {"cp_comm_type": "all_gather", "attention_dropout_mask": "fused"},
-            "--attention-dropout-mask fused: .* valid: position, or --cp-comm-type a2a",
+            "--attention-dropout-mask fused: excludes --cp-comm-type all_gather, .* or --cp-comm-type a2a",
         ),
         (4, SHARED | {"global_batch_size": 3}, "--global-batch-size 3: must be a multiple .* data-parallel size 2"),
     ],

@@ -85,6 +85,18 @@ def test_ranks_that_share_sequences_share_the_flops_and_the_activations(way, oth
         assert sum(one.count * one.size for one in mine) == pytest.approx(large, rel=0.02)  # buckets are padded
 
 
+@pytest.mark.parametrize(("way", "drawn"), [("p2p", True), ("all_gather", True), ("a2a", False)])
+def test_a_ring_with_dropout_by_position_has_one_block_of_scores(way, drawn):
+    """The other way round, an all-to-all keeps them all."""
+    config = GPTTrainConfig(**SIZES | {"context_parallel_size": 2, "cp_comm_type": way})
+    found = forecast(config, 2, 1e9, HOST).memory
+    block = 2 * 4 * 16 * 16 * 9  # samples, heads, positions of a rank, bytes
+    assert found.get("one block of scores") == (block if drawn else None)
+    without = forecast(replace(config, attention_dropout=0.0), 2, 1e9, HOST).memory
+    assert "one block of scores" not in without
+    assert (found["activations"] > without["activations"]) == (way == "a2a")
+
+
 @pytest.mark.parametrize(("each", "chunks"), [(None, 1), (1, 2)])
 def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_that_needs_most(each, chunks):
     few = {"num_layers": 8, "vocab_size": 8, "make_vocab_size_divisible_by": 8, "global_batch_size": 16}  # no ends
