@@ -61,7 +61,9 @@ class ContextConfig(StagesConfig):
             "of keys from all ranks; --cp-comm-type a2a has whole rows",
         )
         require(
-            self.attention_dropout_mask == "position" or self.context_method == "ulysses",
+            self.attention_dropout_mask == "position"
+            or self.attention_dropout == 0
+            or self.context_method == "ulysses",
             f"{given(self, 'attention_dropout_mask')}: excludes {given(self, 'cp_comm_type')}: a kernel sees some "
             "keys only; valid: --attention-dropout-mask position, or --cp-comm-type a2a",
         )

@@ -23,6 +23,7 @@ def test_a_context_group_is_of_one_replica():
     config = checked(16, context_parallel_size=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert config.replica_size == 8 and config.batch_size(16 // config.replica_size) == 2
     assert config.context_method == "ulysses"
+    checked(2, context_parallel_size=2, cp_comm_type="p2p", attention_dropout_mask="fused", attention_dropout=0.0)
 
 
 @pytest.mark.parametrize("kind", [GPTTrainConfig, BERTTrainConfig])
@@ -82,7 +83,7 @@ SHARED = {"context_parallel_size": 2}
         ),
         (
             2, SHARED | {"cp_comm_type": "all_gather", "attention_dropout_mask": "fused"},
-            "--attention-dropout-mask fused: excludes --cp-comm-type all_gather, .* or --cp-comm-type a2a",
+            "--attention-dropout-mask fused: excludes --cp-comm-type all_gather: .* or --cp-comm-type a2a",
         ),
         (4, SHARED | {"global_batch_size": 3}, "--global-batch-size 3: must be a multiple .* data-parallel size 2"),
     ],
