@@ -24,7 +24,7 @@ from bench.programs.context_step import ContextTask
 from bench.programs.driver import Contestant
 from commengine import UsageError, cost
 from tplayers.context.blocks import BlockMask, attend, attend_backward
-from trainers.options import COUNT
+from trainers.options import COUNT, NOT_NEGATIVE
 from trainers.tasks.context import METHODS
 
 RANKS = 2
@@ -57,13 +57,12 @@ class ContextContest(ProgramContest):
             add, ContextTask, hidden_size=COUNT, num_layers=COUNT, num_attention_heads=COUNT, num_query_groups=COUNT
         )
         add("--seq-lengths", type=int, nargs="+", valid=COUNT, default=[1024, 2048, 4096, 8192, 16384])
-        add("--rates", type=float, nargs="+", default=[0.0, 100e6], help="bytes per second; 0: shared memory as it is")
+        add("--rates", type=float, nargs="+", valid=NOT_NEGATIVE, default=[0.0, 100e6],
+            help="bytes per second; 0: shared memory as it is")  # fmt: skip
 
     def check(self, given: Any) -> None:
         """The model can be cut so."""
         super().check(given)
-        if min(given.rates) < 0:
-            raise ValueError(f"--rates {min(given.rates):g}: must not be negative")
         for task in self.tasks(given):
             for way in METHODS:
                 try:
@@ -82,17 +81,19 @@ class ContextContest(ProgramContest):
     def measure(self, given: Any, world: Any) -> Sequence[Case]:
         """A case for each task, and what was predicted of it where there is one in shared memory to begin from."""
         cases: list[Case] = []
-        alone: dict[str, float] = {}
+        in_memory: dict[int, Case] = {}
         for task in self.tasks(given):
-            blocks = block_times(task.task) if task.task.rate else None
+            length, slow = task.task.seq_length, task.task.rate > 0
+            blocks = block_times(task.task) if slow else (0.0, 0.0)
             case = self.case(given, task)
-            medians = {name: case.spread(name).median for name in case.sides}
-            if blocks is None:
-                alone = medians
+            if not slow:
+                in_memory[length] = case
             for name in case.sides:
-                known = blocks is not None and case.labels["sequence"] == (cases[-1].labels["sequence"] if cases else 0)
-                predicted = alone[name] + waited(task.task, name, blocks) if known and blocks else None
-                case.facts[name]["predicted, s"] = "" if predicted is None else f"{predicted:.3g}"
+                predicted = ""
+                if slow and length in in_memory:
+                    seconds = in_memory[length].spread(name).median + waited(task.task, name, blocks)
+                    predicted = f"{seconds:.3g}"
+                case.facts[name]["predicted, s"] = predicted
             cases.append(case)
         return cases
 
