@@ -315,9 +315,9 @@ class _Transformer(Transformer):
     def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         comm, vocab = self.canonical.comm, self.config.vocab_size
         found = cross_entropy_of_shards(scores, labels, comm, vocab, True, ARITHMETIC)
-        return found if self.context is None else self._whole(found)
+        return found if self.context is None else self._gathered(found)
 
-    def _whole(self, part: Tensor) -> Tensor:
+    def _gathered(self, part: Tensor) -> Tensor:
         """The rows of all ranks of the context group, in the order of the sequence."""
         assert self.canonical.context is not None
         return gather_from_tensor_parallel_region(part, self.canonical.context, 0)
@@ -349,7 +349,7 @@ class _BERT(_Transformer, BERTEncoder):
         padding: Tensor | None = None, cache: KeyValueCache | None = None, at: StageInput | None = None,
     ) -> Tensor:  # fmt: skip
         found = super().hidden_states(tokens, randomness, token_types, padding, cache, at)
-        return self._whole(found) if self.context is not None and self.part.ends(at or StageInput()) else found
+        return self._gathered(found) if self.context is not None and self.part.ends(at or StageInput()) else found
 
 
 #: the layers that can, and the classes that they get

@@ -48,6 +48,8 @@ class ContextGroup:
         self, comm: Communicator, method: ContextMethod = "ulysses", *, causal: bool = True, threaded: bool = True
     ) -> None:
         require_one_of(CONTEXT_METHODS, context_method=method)
+        if comm.size > 1:  # other ways send other messages, and would wait for each other
+            comm.compare(f"ContextGroup(method={method!r}, causal={causal!r}, threaded={threaded!r})")
         self.comm, self.method, self.causal = comm, method, causal
         self.chunks = SequenceChunks(comm.size, zigzag=causal and method != "ulysses")
         count = {"ulysses": 0, "gather": int(threaded), "ring": 2}[method] if comm.size > 1 else 0

@@ -71,6 +71,8 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
+        if getattr(model, "context", None) is None:  # its ranks would each count all losses and gradients
+            grid.require_axes("Trainer of a model without a context group", "tensor", "data", "pipeline")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         #: the ranks over which gradients and losses are summed; canonical layers have summed them over a context group

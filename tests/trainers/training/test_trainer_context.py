@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from commengine import Communicator, ProcessGrid
+from commengine import CollectiveError, CollectiveMismatch, Communicator, ProcessGrid
 from tests.support.training import small_runs
-from tplayers import placements
+from tplayers import ContextGroup, placements
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(600)]
 
@@ -81,3 +81,32 @@ def test_canonical_shards_refuse_a_ring(mpi_world):
         pytest.raises(ValueError, match=r"context_method='ring' has other bits .*; valid: 'ulysses'"),
     ):
         small_runs.trainer("gpt", grid, config=config, layers=LAYERS, canonical=4, method="ring")
+
+
+@pytest.mark.sizes(2)
+def test_a_model_without_the_group_and_unlike_groups_are_refused(mpi_world, itself):
+    model = small_runs.alone(itself, "gpt", layers=LAYERS).model
+    with Communicator(mpi_world) as world, ProcessGrid(world, context=2) as grid:
+        with pytest.raises(CollectiveError, match=r"without a context group knows the axes .* has context, too"):
+            small_runs.Trainer(
+                small_runs.CONFIG, grid, model, small_runs.Losses("gpt"), small_runs.Batches("gpt", grid.data)
+            )
+        with pytest.raises(CollectiveMismatch, match="ContextGroup"):
+            ContextGroup(grid.context, "ring" if world.rank else "gather")
+
+
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_canonical_shards_in_a_pipeline_have_the_bits_of_one_rank(mpi_world, itself, kind):
+    """Over steps, because the first one may make what a later one needs."""
+    if mpi_world.size != 4:
+        pytest.skip("for 4 ranks")
+    config = small_runs.Canonical(**vars(small_runs.CONFIG))
+    options = {"config": config, "layers": LAYERS, "canonical": 4, "canonical_parts": 2, "micro": 1}
+    whole = small_runs.alone(itself, kind, order="tree", **options)
+    with Communicator(mpi_world, order="tree") as world:
+        trainer = small_runs.trainer(kind, ProcessGrid(world, context=2, pipeline=2), **options)
+        for _ in range(STEPS):
+            trainer.model.whole()
+            assert trainer.step() == whole.step()
+        trainer.close()
