@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 import torch
 
 from commengine import Communicator, ProcessGrid
+from commengine.grid import divisors
 from commengine.host.wire import Order
 
 from .options import (
@@ -121,9 +122,8 @@ class JobConfig:
         }
         left, before = ranks, list[str]()
         for named, size in axes.items():
-            fits = [n for n in range(1, left + 1) if left % n == 0]
             said = f", with {' and '.join(before)}" if before else ""
-            require(left % size == 0, f"{named}: does not divide the {ranks} ranks{said}; {fits} do")
+            require(left % size == 0, f"{named}: does not divide the {ranks} ranks{said}; {divisors(left)} do")
             left //= size
             before += [named] if size > 1 else []
 

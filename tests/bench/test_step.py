@@ -46,6 +46,26 @@ def counted(patch, moved):
         patch.setattr(Communicator, name, method)
 
 
+def traced_by_formulas(world, folder, options):
+    """What the command finds of one step, after it has found the formulas on every rank.
+
+    On rank 0 they are also what the methods of communicators were given.
+    """
+    moved, result = [], folder / "step.json"
+    with pytest.MonkeyPatch.context() as patch:
+        counted(patch, moved)
+        assert step.main(world, [*TINY, *options, "--warmup", "0", "--steps", "1", "--json", str(result)]) == 0
+    world.barrier()
+    found = json.loads(result.read_text())
+    assert found["formulas_hold"]
+    formulas = [
+        (row["group"], row["operation"], row["bytes"]) for row in found["formulas"] for _ in range(row["formula_count"])
+    ]
+    if world.rank == 0:
+        assert sorted(formulas) == sorted(moved)
+    return found
+
+
 def counts(result, part):
     """{(phase, operation): (collectives a step, bytes of each)} of a part of the step, over the tensor group."""
     rows = [row for row in result["parts"] if row["part"] == part and row["group"] == "tensor"]

@@ -1,6 +1,5 @@
 """bench.step and bench.replay of ranks that share sequences: their messages, by formula and again without compute."""
 
-import json
 import re
 from collections import Counter
 
@@ -8,7 +7,7 @@ import pytest
 
 from bench import step
 from bench.step_study import recording, replaying
-from tests.bench.test_step import BERT, LLAMA, TINY, TP2, counted
+from tests.bench.test_step import BERT, LLAMA, TINY, TP2, traced_by_formulas
 
 CP2 = ["--context-parallel-size", "2", "--global-batch-size", "8"]
 ZERO1 = ["--use-distributed-optimizer"]
@@ -34,19 +33,7 @@ ZERO1 = ["--use-distributed-optimizer"]
     ],
 )
 def test_formulas_hold_on_every_rank(options, world, folder):
-    """On rank 0 they are also what the methods of communicators were given."""
-    moved, result = [], folder / "step.json"
-    with pytest.MonkeyPatch.context() as patch:
-        counted(patch, moved)
-        assert step.main(world, [*TINY, *CP2, *options, "--warmup", "0", "--steps", "1", "--json", str(result)]) == 0
-    world.barrier()
-    found = json.loads(result.read_text())
-    assert found["formulas_hold"]
-    formulas = [
-        (row["group"], row["operation"], row["bytes"]) for row in found["formulas"] for _ in range(row["formula_count"])
-    ]
-    if world.rank == 0:
-        assert sorted(formulas) == sorted(moved)
+    found = traced_by_formulas(world, folder, [*CP2, *options])
     assert {"context"} <= {row["group"] for row in found["formulas"]}
 
 

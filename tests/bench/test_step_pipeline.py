@@ -10,7 +10,7 @@ from bench import step
 from bench.step_study import recorder, stages, volumes
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
-from tests.bench.test_step import BERT, LLAMA, TINY, TP2, counted
+from tests.bench.test_step import BERT, LLAMA, TINY, TP2, traced_by_formulas
 
 PP2 = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
 INTERLEAVED = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
@@ -31,20 +31,7 @@ INTERLEAVED = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "
     ],
 )
 def test_formulas_hold_on_every_stage(options, world, folder):
-    """On rank 0 they are also what the methods of communicators were given."""
-    moved, result = [], folder / "step.json"
-    with pytest.MonkeyPatch.context() as patch:
-        counted(patch, moved)
-        argv = [*TINY, *PP2, *options, "--warmup", "0", "--steps", "1", "--json", str(result)]
-        assert step.main(world, argv) == 0
-    world.barrier()
-    found = json.loads(result.read_text())
-    assert found["formulas_hold"]
-    formulas = [
-        (row["group"], row["operation"], row["bytes"]) for row in found["formulas"] for _ in range(row["formula_count"])
-    ]
-    if world.rank == 0:
-        assert sorted(formulas) == sorted(moved)
+    found = traced_by_formulas(world, folder, [*PP2, *options])
     assert {row["stage"] for row in found["stages"]} == {0, 1}
     for row in found["stages"]:
         assert 0 < row["waits"][0] < 1 and 0 <= row["scheduled"] < 1

@@ -309,13 +309,21 @@ class _Transformer(Transformer):
     def _positions_multiple(self) -> int:
         return self.canonical.count
 
+    @property
+    def _of_head(self) -> CanonicalShards:
+        """The shards of the output layer, and of which part of a sequence it has the rows."""
+        return self.canonical
+
     def _scores(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _logit_shards(hidden, self.output_layer, bias, self.canonical)
+        return _logit_shards(hidden, self.output_layer, bias, self._of_head)
+
+    def logits(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        return unstacked(self._scores(hidden, bias))
 
     def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        comm, vocab = self.canonical.comm, self.config.vocab_size
-        found = cross_entropy_of_shards(scores, labels, comm, vocab, True, ARITHMETIC)
-        return found if self.context is None else self._gathered(found)
+        shards = self._of_head
+        found = cross_entropy_of_shards(scores, labels, shards.comm, self.config.vocab_size, True, ARITHMETIC)
+        return found if self.context is None or shards.context is None else self._gathered(found)
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The rows of all ranks of the context group, in the order of the sequence."""
@@ -330,19 +338,9 @@ class _BERT(_Transformer, BERTEncoder):
     def head_context(self) -> None:
         return None
 
-    def _scores(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _logit_shards(hidden, self.output_layer, bias, self._alone)
-
-    def logits(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        return unstacked(_logit_shards(hidden, self.output_layer, bias, self._alone))
-
     @property
-    def _alone(self) -> CanonicalShards:
+    def _of_head(self) -> CanonicalShards:
         return CanonicalShards(self.canonical.count, self.canonical.comm)
-
-    def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
-        comm, vocab = self.canonical.comm, self.config.vocab_size
-        return cross_entropy_of_shards(scores, labels, comm, vocab, True, ARITHMETIC)
 
     def hidden_states(
         self, tokens: Tensor, randomness: Randomness | None = None, token_types: Tensor | None = None,

@@ -13,6 +13,7 @@ from commengine import ProcessGrid, UsageError
 from tplayers import StageInput
 from trainers.pipeline.schedule import Schedule, activations_like
 from trainers.training.interfaces import FiniteBatchSource, Objective
+from trainers.training.reduction import replicas_of
 
 
 class HeldOut(NamedTuple):
@@ -112,8 +113,7 @@ def evaluate(
         of_stages = totals[:terms].clone()
         schedule.pipeline.all_reduce(of_stages)
         totals[:terms] = of_stages
-    shared = getattr(model, "partial_losses", False)
-    (grid.replicas if shared else grid.data).all_reduce(totals[:terms])
+    replicas_of(model, grid).all_reduce(totals[:terms])
     grid.data.all_reduce(totals[terms:])
     if totals[-1]:
         raise UsageError(batches.unusable)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commengine import ProcessGrid
+from commengine.grid import divisors
 from tplayers import ContextGroup, ContextMethod, TransformerConfig
 from trainers.options import AtLeastOne, given, option, require
 
@@ -85,11 +86,10 @@ class ContextConfig(StagesConfig):
             f"{max(length // multiple, 1) * multiple}",
         )
         heads = model.head_split(tensor).local_heads
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
         require(
             self.context_method != "ulysses" or heads % size == 0,
-            f"{named}: does not divide the {heads} attention heads of a rank, as --cp-comm-type a2a needs; {fits} do, "
-            "and --cp-comm-type p2p takes any number",
+            f"{named}: does not divide the {heads} attention heads of a rank, as --cp-comm-type a2a needs; "
+            f"{divisors(heads)} do, and --cp-comm-type p2p takes any number",
         )
 
     def context_group(self, grid: ProcessGrid) -> ContextGroup | None:

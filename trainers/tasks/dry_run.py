@@ -84,7 +84,7 @@ def _mb(found: list[Collective]) -> str:
 def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensors:
     """The settings that decide which tensors a rank keeps. overlap: whether gradients are sent during the backward."""
     element = _dtype(config).itemsize
-    drawn = _draws_by_position(config) and (config.context_parallel_size == 1 or config.context_method == "ulysses")
+    drawn = _draws_by_position(config) and not _in_blocks(config)
     return KeptTensors(
         element_bytes=element, recompute=config.recompute_granularity or "none",
         sequence_parallel=config.sequence_parallel, hidden_dropout=config.hidden_dropout > 0,
@@ -98,12 +98,17 @@ def _draws_by_position(config: TransformerTrainConfig) -> bool:
     return config.attention_dropout > 0 and config.attention_dropout_mask == "position"
 
 
+def _in_blocks(config: TransformerTrainConfig) -> bool:
+    """Whether attention has one block of scores at a time, and keeps none."""
+    return config.context_parallel_size > 1 and config.context_method != "ulysses"
+
+
 def block_of_scores(config: TransformerTrainConfig) -> float:
     """The bytes of the largest block of scores of a ring or a gather: fp32, dropped, and the mask; 0 if it is fused.
 
     No block is kept for the backward.
     """
-    if config.context_parallel_size == 1 or config.context_method == "ulysses" or not _draws_by_position(config):
+    if not (_draws_by_position(config) and _in_blocks(config)):
         return 0.0
     heads = config.model().head_split(config.tensor_model_parallel_size).local_heads
     return config.micro_batch_size * heads * (config.seq_length / config.context_parallel_size) ** 2 * (4 + 4 + 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from commengine.host.wire import Order
 from tplayers import TransformerConfig
@@ -38,6 +38,12 @@ class SameBitsConfig(TrainConfig):
     def canonical_parts(self) -> int:
         """The parts of a sequence in which the model computes the same bits at every layout."""
         return self.deterministic_parts or self.context_ranks
+
+    def with_canonical_sizes(self) -> Self:
+        """These settings, with the shards and the parts of a run of ``--deterministic`` that names none."""
+        if self.canonical_shards is None:
+            return self
+        return replace(self, deterministic_shards=self.canonical_shards, deterministic_parts=self.canonical_parts)
 
     @property
     def order(self) -> Order | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -113,9 +113,7 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         config.require_split(ranks)
         config.require_context(config.model(), config.seq_length)
         config.require_shards(config.model())
-        if config.canonical_shards is not None:
-            shards, parts = config.canonical_shards, config.canonical_parts
-            config = replace(config, deterministic_shards=shards, deterministic_parts=parts)
+        config = config.with_canonical_sizes()
         config.require_memory()
         return config
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator, Stream, Work
+from commengine import Communicator, ProcessGrid, Stream, Work
 from tplayers import all_reduce_together, placements
 
 from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
@@ -146,6 +146,14 @@ class GradientBucket:
 
 def _incomplete(missing: Sequence[str]) -> RuntimeError:
     return RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
+
+
+def replicas_of(model: nn.Module, grid: ProcessGrid) -> Communicator:
+    """The ranks over which the losses and gradients of ``model`` are summed: with its context group, or the data group.
+
+    Canonical layers have summed them over the context group, and without such a group the two are the same.
+    """
+    return grid.replicas if getattr(model, "partial_losses", False) else grid.data
 
 
 class GradientBuckets:

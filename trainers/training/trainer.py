@@ -23,7 +23,7 @@ from .interfaces import BatchSource, Microbatch, Objective
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
-from .reduction import GradientBuckets
+from .reduction import GradientBuckets, replicas_of
 from .sample_tree import run_length, tree_of_samples
 from .tied import tied_weight
 
@@ -75,8 +75,7 @@ class Trainer:
             grid.require_axes("Trainer of a model without a context group", "tensor", "data", "pipeline")
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
-        #: the ranks over which gradients and losses are summed; canonical layers have summed them over a context group
-        self.replicas = grid.replicas if config.canonical_shards is None else grid.data
+        self.replicas = replicas_of(model, grid)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)

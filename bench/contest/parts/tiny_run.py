@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,7 @@ def _at_layout(
     with Communicator(group, order=config.order, device="cpu", timeout=TIMEOUT) as world:
         config.validate(world.size)
         config = config if model == "bert" else config.completed(world.size)
-        if deterministic:
-            shards, parts = config.canonical_shards, config.canonical_parts
-            config = replace(config, deterministic_shards=shards, deterministic_parts=parts)
+        config = config.with_canonical_sizes()
         with closing(_trainer(config, world)) as trainer:
             run_state.resume(trainer)
             digests: Digests = {"steps": []}

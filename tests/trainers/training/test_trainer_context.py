@@ -92,7 +92,7 @@ def test_a_model_without_the_group_and_unlike_groups_are_refused(mpi_world, itse
                 small_runs.CONFIG, grid, model, small_runs.Losses("gpt"), small_runs.Batches("gpt", grid.data)
             )
         with pytest.raises(CollectiveMismatch, match="ContextGroup"):
-            ContextGroup(grid.context, "ring" if world.rank else "gather")
+            ContextGroup(grid.context, "ring" if grid.context.rank else "gather")
 
 
 @pytest.mark.sizes(4)
