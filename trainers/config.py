@@ -208,7 +208,7 @@ class TrainConfig(JobConfig):
         False, "reduce the gradients of half-precision parameters in fp32 (default: in the parameters' dtype)"
     )
     use_distributed_optimizer: bool = option(
-        False, "shard masters and AdamW's moments over the data-parallel ranks (ZeRO-1)"
+        False, "shard masters and AdamW's moments over the data x context ranks (ZeRO-1)"
     )
     overlap_grad_reduce: bool | None = option(
         None, "reduce a bucket while backward runs (default: on for devices, off on the host)"

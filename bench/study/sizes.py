@@ -21,8 +21,8 @@ from trainers.files.schema import fault_in
 from . import kept
 from .folder import read_file
 
-#: the operations of training steps
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+#: the operations of training steps. The time of a sendrecv is that of a message between stages, too.
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "sendrecv")
 #: the ways to run one: the engine on private tensors and on tensors in windows, and plain MPI
 TRANSPORTS = ("engine", "mpi4py", "shared")
 LEAST = 4  # bytes

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tplayers.placement import require_divisible
-
 
 @dataclass(frozen=True)
 class SequenceChunks:
@@ -24,7 +22,12 @@ class SequenceChunks:
 
     def require_fitting(self, s: int) -> None:
         """Raise ValueError if a sequence of ``s`` positions has no equal chunks."""
-        require_divisible(self.ranks * (2 if self.zigzag else 1), sequence_length=s)
+        count = self.ranks * (2 if self.zigzag else 1)
+        if s % count:
+            raise ValueError(
+                f"sequence_length={s} has no {count} equal chunks, {count // self.ranks} for each of the {self.ranks} "
+                f"ranks of a context group; valid: a multiple of {count}"
+            )
 
     def positions(self, rank: int, s: int, device: torch.device | None = None) -> Tensor:
         """The positions of ``rank``, ascending: int64 [s / ranks]. Raises ValueError as `require_fitting`."""

@@ -40,8 +40,8 @@ class ContextGroup:
 
     causal: True gives each rank an early and a late chunk of a sequence with "ring" and "gather" (`SequenceChunks`).
     threaded: host streams with threads, which move blocks while the rank computes, and take time from it. False: MPI
-    moves those of "ring" while some call of it runs, and "gather" waits for its all-gather. Raises ValueError for
-    another method.
+    moves those of "ring" while some call of it runs, and "gather" waits for its all-gather. Streams live as long as
+    ``comm``, so make a group once. Raises ValueError for another method, and CollectiveMismatch if ranks differ.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class ContextGroup:
             comm.compare(f"ContextGroup(method={method!r}, causal={causal!r}, threaded={threaded!r})")
         self.comm, self.method, self.causal = comm, method, causal
         self.chunks = SequenceChunks(comm.size, zigzag=causal and method != "ulysses")
-        count = {"ulysses": 0, "gather": int(threaded), "ring": 2}[method] if comm.size > 1 else 0
+        device = comm.device.type != "cpu"  # its streams have no threads
+        count = {"ulysses": 0, "gather": int(threaded or device), "ring": 2}[method] if comm.size > 1 else 0
         self._streams = [comm.new_stream(threaded=threaded) for _ in range(count)]
 
     def part(self, s: int) -> int:
@@ -85,6 +86,8 @@ class ContextGroup:
         if torch.compiler.is_compiling():
             raise NotImplementedError("a context group does not compile: its messages have no operators of a graph")
         q, k, v = lowered(q, k, v)
+        if self.comm.size == 1:
+            return core(q, k, v, drawn, bias)
         if self.method == "ulysses":
             if isinstance(drawn, Tensor):  # the keys of the heads that this rank computes
                 drawn = drawn.chunk(self.comm.size, 1)[self.comm.rank]

@@ -11,7 +11,6 @@ from torch import Tensor
 from commengine import Communicator
 from commengine.cost import copies_of_groups
 from tplayers.functions import one_derivative
-from tplayers.placement import require_divisible
 
 
 def whole_sequences(
@@ -26,7 +25,11 @@ def whole_sequences(
     """
     size, heads, groups = comm.size, q.shape[1], k.shape[1]
     if heads % size:
-        require_divisible(size, attention_heads_of_a_rank=heads)
+        fitting = [ranks for ranks in range(1, heads + 1) if heads % ranks == 0]
+        raise ValueError(
+            f"a context group of {size} ranks does not divide attention_heads_of_a_rank={heads}; sizes that would "
+            f"work: {fitting}, and any with context_method='ring'"
+        )
     times = copies_of_groups(heads, groups, size)
     if times > 1:  # or a rank's queries would begin inside of a group
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)

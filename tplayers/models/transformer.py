@@ -140,6 +140,8 @@ class Transformer(nn.Module):
         if padding is not None:
             padding = real_tokens(padding, *tokens.shape)  # once, not in every layer
         if self.context is not None:
+            if cache is not None:
+                raise ValueError("a key-value cache excludes a context group, whose ranks have parts of a sequence")
             tokens = self.context.take(tokens, 1)
             token_types = None if token_types is None else self.context.take(token_types, 1)
             s = tokens.shape[1]

@@ -38,10 +38,10 @@ def checksum(tensor: Tensor) -> int:
 def difference(trainer: Trainer) -> str | None:
     """What differs between copies on several ranks, and where, or None. Collective over the trainer's world.
 
-    Compared over the data group: parameters, and masters and AdamW's moments where they are not sharded (ZeRO-1). Over
-    the tensor group: the same of parameters that are not split. Between the first and the last stage of a pipeline: a
-    tied weight. The ranks of a group get the same answer; groups do not. It costs one pass over these tensors and two
-    collectives of 16 bytes, or three. To be called between steps.
+    Compared over the replicas, which are the data and the context ranks: parameters, and masters and AdamW's moments
+    where they are not sharded (ZeRO-1). Over the tensor group: the same of parameters that are not split. Between the
+    first and the last stage of a pipeline: a tied weight. The ranks of a group get the same answer; groups do not. It
+    costs one pass over these tensors and two collectives of 16 bytes, or three. To be called between steps.
     """
     trainer.optimizer.wait_for_parameters()
     placed = placements(trainer.model)

@@ -54,6 +54,13 @@ class ContextConfig(StagesConfig):
             require(self.cp_comm_type is None, f"{given(self, 'cp_comm_type')}: {needs}")
             return
         require(
+            not self.overlap_p2p_communication
+            or self.pipeline_model_parallel_size > 1
+            or self.context_method != "ulysses",
+            "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1, or a --cp-comm-type of p2p "
+            "or all_gather",
+        )
+        require(
             not self.compile, f"{named}: excludes --compile, because a graph has no messages; leave one of them out"
         )
         require(

@@ -14,7 +14,7 @@ from commengine import Communicator, cost
 from commengine.cost import Collective, FittedModel, KeptTensors, StageShape
 from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
-from tplayers import StageInput
+from tplayers import BERTConfig, StageInput
 from trainers.config import bucket_size, overlapped
 from trainers.pipeline.orders import order
 from trainers.training.precision import parameter_dtype
@@ -130,17 +130,20 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     whole = replace(shape, layers=most.layers)
     here = replace(whole, seq=shape.seq // context)
     microbatches = config.batch_size(data) // (micro * data)
+    model = config.model()
+    order_head = not isinstance(model, BERTConfig) or model.binary_head
 
     run = cost.tensor_parallel_collectives(
         here, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
-        stops_early=config.hidden_dropout == 0,
+        stops_early=config.hidden_dropout == 0, order_head=order_head,
     )  # fmt: skip
     run += cost.loss_collectives(here, micro, tensor, together=True)
     run += cost.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
     of_tensor = [one for one in run for _ in range(microbatches)]
     run = cost.context_collectives(
-        whole, micro, tensor, context, config.context_method, element_bytes=size, recompute=recompute
-    )
+        whole, micro, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
+        order_head=order_head,
+    )  # fmt: skip
     of_context = [one for one in run for _ in range(microbatches)]
 
     owned = cost.parameters(shape, tensor, most)

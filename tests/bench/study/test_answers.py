@@ -25,7 +25,7 @@ def test_every_size_comes_once_the_coarse_ones_first():
     assert [size for size, level in of_one if level == 0] == [4, 256, 16 << 10, 1 << 20]
     assert sorted(size for size, _ in of_one) == [4 << k for k in range(19)]
     assert [level for _, level in found] == sorted(level for _, level in found)
-    assert len(found) == 4 * len(of_one) == len({unit for unit, _ in found})
+    assert len(found) == 6 * len(of_one) == len({unit for unit, _ in found})
 
 
 def test_a_cells_time_keeps_within_its_bounds():

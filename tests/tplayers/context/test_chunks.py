@@ -24,7 +24,7 @@ def test_every_position_once(ranks, zigzag):
 
 
 def test_a_sequence_that_does_not_fit():
-    with pytest.raises(ValueError, match="sequence_length=12"):
+    with pytest.raises(ValueError, match="sequence_length=12 has no 8 equal chunks, 2 for each of the 4 ranks"):
         SequenceChunks(4, zigzag=True).positions(0, 12)
     assert len(SequenceChunks(4).positions(0, 12)) == 3
 

@@ -231,7 +231,8 @@ def test_refusals(world, alone):
     with pytest.raises(ValueError, match="causal=False differs"):
         SelfAttention(8, 2, alone.comm, causal=False, context=context)
     layer = SelfAttention(9, 3, alone.comm, context=context)
-    with pytest.raises(ValueError, match="attention_heads_of_a_rank=3"):
+    words = r"a context group of 2 ranks does not divide attention_heads_of_a_rank=3; sizes that would work: \[1, 3\]"
+    with pytest.raises(ValueError, match=words):
         layer(torch.zeros(2, 1, 9))
     cache = tplayers.KeyValueCache(1, 1, 3, 3, 4, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="excludes a context group"):
@@ -283,3 +284,14 @@ def test_a_graph_refuses(world, alone):
     tplayers.initialize(layer, 5)
     with pytest.raises(Exception, match="a context group does not compile"):
         torch.compile(layer, fullgraph=True, backend="eager")(torch.zeros(2, 1, 8))
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_group_of_one_rank_has_whole_sequences(alone, method):
+    q, k, v = (draw(1, 4, 6, 2, seed=n) for n in range(3))
+    context = ContextGroup(alone.comm, method)
+    found = context.attention(q, k, v, None, None, dropout=0.0, core=one_core(True, 0.0, 6))
+    seen = visible(6, True, None, 1)
+    torch.testing.assert_close(found, plain(q, k, v, seen, None, 0.0), rtol=1e-12, atol=1e-12)

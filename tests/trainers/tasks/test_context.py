@@ -76,6 +76,10 @@ SHARED = {"context_parallel_size": 2}
             "--seq-length 4: must be a multiple of 8 with --context-parallel-size 2 and --tensor-model-parallel-size 4"
             ", such as 8",
         ),
+        (
+            2, SHARED | {"overlap_p2p_communication": True},
+            "--overlap-p2p-communication: needs a --pipeline-model-parallel-size above 1, or a --cp-comm-type of p2p",
+        ),
         (2, SHARED | {"compile": True}, "--context-parallel-size 2: excludes --compile"),
         (
             2, SHARED | {"deterministic": True, "global_batch_size": 2, "cp_comm_type": "p2p"},

@@ -135,6 +135,14 @@ def test_a_bert_has_a_forecast():
     kept = kept_tensors(config, overlap=False)
     assert found.memory == cost.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
 
+    def poolers(**other):
+        found = forecast(replace(config, **other), 4, 1e9, HOST).collectives
+        return [one.count for group in found.values() for one in group if one.part == "pooler"]
+
+    # The pooler needs the first tokens of sequences whose positions ranks share.
+    for other in ({"sequence_parallel": True}, {"context_parallel_size": 2}):
+        assert len(poolers(**other)) > 0 and poolers(**other, bert_no_binary_head=True) == []
+
 
 @pytest.mark.mpi
 def test_the_ranks_agree_and_rank_0_prints(mpi_world, capfd, tmp_path_factory):

@@ -96,16 +96,20 @@ def test_a_model_without_the_group_and_unlike_groups_are_refused(mpi_world, itse
 
 
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_canonical_shards_in_a_pipeline_have_the_bits_of_one_rank(mpi_world, itself, kind):
-    """Over steps, because the first one may make what a later one needs."""
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_canonical_shards_in_a_pipeline_have_the_bits_of_one_rank(mpi_world, itself, kind, sharded):
+    """Over steps, because the first one may make what a later one needs. sharded: the optimizer, among the group."""
     if mpi_world.size != 4:
         pytest.skip("for 4 ranks")
     config = small_runs.Canonical(**vars(small_runs.CONFIG))
-    options = {"config": config, "layers": LAYERS, "canonical": 4, "canonical_parts": 2, "micro": 1}
-    whole = small_runs.alone(itself, kind, order="tree", **options)
+    options = {"layers": LAYERS, "canonical": 4, "canonical_parts": 2, "micro": 1}
+    if kind == "llama":  # each shard has its own keys
+        options["num_query_groups"] = 4
+    whole = small_runs.alone(itself, kind, order="tree", config=config, **options)
     with Communicator(mpi_world, order="tree") as world:
-        trainer = small_runs.trainer(kind, ProcessGrid(world, context=2, pipeline=2), **options)
+        config = replace(config, use_distributed_optimizer=sharded)
+        trainer = small_runs.trainer(kind, ProcessGrid(world, context=2, pipeline=2), config=config, **options)
         for _ in range(STEPS):
             trainer.model.whole()
             assert trainer.step() == whole.step()
