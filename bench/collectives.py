@@ -21,7 +21,8 @@ memory (every rank reads and writes its own window once: the bound of an all-red
 while an all-reduce of as many bytes, or of 4 MB, runs on a stream).
 
 The operation send goes one way, from each rank of the first half of a group to one of the second half. A sendrecv goes
-both ways: each rank sends to the next one of a ring, and receives.
+both ways: each rank sends to the next one of a ring, and receives. Of an all_to_all_v the exchange of the counts is
+measured, too; its size is the largest buffer of a rank, and its bandwidth that of the busiest one (--skew).
 
 Two parts have options of their own, which --help tells:
 
@@ -52,10 +53,11 @@ from bench.command.parser import new_parser, part_alone
 from bench.command.start import progress, run_on_ranks
 from bench.command.values import size_of
 from bench.timing.sampling import Stopping
-from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, CollectiveCall
+from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, UNEVEN, CollectiveCall
 from bench.transports.peer_process import PEERS
+from bench.transports.skew import NAMES, shares
 from bench.transports.variants import TRANSPORTS
-from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid
+from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError
 from commengine.dtypes import reduction_error
 from commengine.rank_zero import on_rank_zero
 from trainers.options import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, OneLineParser, ValidRange
@@ -84,6 +86,8 @@ def parser() -> OneLineParser:
         help=f"(default: {' '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
     add("--redop", nargs="+", choices=REDOPS, default=["sum"], help="(default: sum)")
+    add("--skew", nargs="+", default=["uniform"], metavar="NAME",
+        help="of all_to_all_v and all_gather_v: uniform, zipf, hot, or a JSON file, [rank][expert] tokens")  # fmt: skip
     add("--min-bytes", default="1", metavar="SIZE", help="smallest size, rounded up to whole elements of every rank")
     add(
         "--max-bytes",
@@ -138,6 +142,12 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
         raise ValueError(f"--over {given.over}: is none of the transports; valid: {', '.join(given.transports)}")
     if given.overlap and "stream" not in given.transports:
         raise ValueError("--overlap measures the transport stream: add it to --transports")
+    ranks = world_size if given.group == "world" else tensor if given.group == "tensor" else world_size // tensor
+    for name in given.skew:
+        try:
+            shares(name, ranks)
+        except UsageError as error:
+            raise ValueError(f"--skew {name}: {error}; valid: {', '.join(NAMES)}, or a file") from None
     least = size_of("--min-bytes", given.min_bytes)
     largest = largest_size(given.max_bytes, given.transports, memory)
     if not 1 <= least <= largest:
@@ -168,11 +178,16 @@ def largest_size(given: str | None, transports: Sequence[str], memory: dict[str,
 
 
 def series(chosen: Namespace, ranks: int) -> Iterator[list[CollectiveCall]]:
-    """Yield the calls of each operation, dtype and reduction: all sizes, ascending, without repetitions."""
+    """Yield the calls of each operation, dtype, reduction and skew: all sizes, ascending, without repetitions."""
     for operation in chosen.operations:
         for dtype in chosen.dtypes if operation != "barrier" else chosen.dtypes[:1]:
-            for redop in chosen.redop if operation in REDUCING else ["none"]:
-                calls = [CollectiveCall.of(operation, DTYPES[dtype], redop, 0, ranks, size) for size in chosen.sizes]
+            kinds = [(redop, "") for redop in (chosen.redop if operation in REDUCING else ["none"])]
+            if operation in UNEVEN:
+                kinds = [("none", skew) for skew in chosen.skew]
+            for redop, skew in kinds:
+                calls = [
+                    CollectiveCall.of(operation, DTYPES[dtype], redop, 0, ranks, size, skew) for size in chosen.sizes
+                ]
                 yield list({call.nbytes: call for call in calls}.values())
 
 

@@ -6,7 +6,7 @@
 
 The bytes of a collective are counted as nccl-tests counts them: the whole buffer of a rank (all-reduce, broadcast,
 reduce), or the larger of its two buffers (all-gather: the output; reduce-scatter: the input; gather and scatter: the
-root's buffer, on every rank). `commengine.operations` has the table.
+root's buffer, on every rank; all_to_all_v: the input). `commengine.operations` has the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 #: buffers
 FORMAT = 2
 SAVED = (
-    "operation", "redop", "root", "peers", "dtype", "shape", "bytes", "buffers", "group", "size", "stream",
+    "operation", "redop", "root", "peers", "dtype", "shape", "bytes", "buffers", "rows", "group", "size", "stream",
     "enqueue", "start", "end", "wait_start", "wait_end",
 )  # fmt: skip
 
@@ -50,7 +50,8 @@ class CollectiveEvent:
     """One collective of this rank. Times are seconds of ``time.perf_counter``.
 
     peers: the ranks of the group that a message goes to and comes from. buffers: for each tensor among the arguments,
-    in order, its bytes and whether the other ranks read or write it in place (see `Communicator.empty`). times: the
+    in order, its bytes and whether the other ranks read or write it in place (see `Communicator.empty`). rows: the
+    numbers of rows that an all_to_all_v gets from and sends to each rank, or those of an all_gather_v. times: the
     `commengine.device.clock.DeviceTimes` of a collective on a device.
 
     Without a stream ``enqueue`` equals ``start``, and the caller waits from ``start`` to ``end``. For a collective on
@@ -75,6 +76,7 @@ class CollectiveEvent:
     wait_end: float | None = None
     peers: tuple[int, ...] = ()
     buffers: tuple[tuple[int, bool], ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
     times: Any = field(default=None, repr=False, compare=False)
 
     def settle(self) -> None:

@@ -27,6 +27,7 @@ ALL = frozenset(OPERATIONS)
 PAIRWISE = frozenset(name for name, operation in OPERATIONS.items() if operation.pairwise)
 REDUCING = frozenset(name for name, operation in OPERATIONS.items() if operation.reduces)
 COLLECTIVE = ALL - PAIRWISE
+UNEVEN = frozenset(name for name, operation in OPERATIONS.items() if operation.uneven)
 FORMULAS = tuple(dict.fromkeys(operation.formula for operation in OPERATIONS.values() if operation.formula is not None))
 
 #: table -> (operations that it leaves out, names of its own), each with the reason
@@ -36,9 +37,9 @@ LEFT_OUT = {
     "bench.transports.in_process.Mpi4py.operations": {"recv"},
     **{f"bench.transports.peer_process.PEERS[{name!r}].operations": {"recv"} for name in peer_process.PEERS},
     # the loops in C have no message one way
-    "bench.transports.peer_process.PEERS['c-loop'].operations": {"send", "recv"},
+    "bench.transports.peer_process.PEERS['c-loop'].operations": {"send", "recv", *UNEVEN},
     # oneCCL's C++ interface has no gather and no scatter, and DeepSpeed has one operator
-    "bench.transports.peer_process.PEERS['oneccl'].operations": {"send", "recv", "gather", "scatter"},
+    "bench.transports.peer_process.PEERS['oneccl'].operations": {"send", "recv", "gather", "scatter", *UNEVEN},
     "bench.transports.peer_process.PEERS['deepspeed'].operations": ALL - {"all_reduce"},
     # a barrier moves no bytes; a recv is the other end of a send
     "bench.transports.operations.FACTOR_OF": {"barrier", "recv"},
@@ -56,14 +57,18 @@ OWN_NAMES = {
 #: collectives under f and g, which layers use inside torch.compile: their operators in commengine.compiled_ops
 COMPILED = {"all_reduce", "all_gather", "reduce_scatter"}
 #: operations that no layer uses, only the trainer around it
-NOT_COMPILED = {"broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier", "send", "recv", "sendrecv"}
+NOT_COMPILED = {
+    "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_v", "all_gather_v", "barrier", "send", "recv",
+    "sendrecv",
+}  # fmt: skip
 
 TABLES = {
     "commengine.cost.OPERATIONS": (cost.OPERATIONS, FORMULAS),
     "commengine.cost.ALGORITHMS": (cost.ALGORITHMS, FORMULAS),
     "commengine.host.switch_points.OPERATIONS": (measured_points.OPERATIONS, IN_MEMORY),
     "commengine.host.switch_points.REDUCING": (measured_points.REDUCING, REDUCING_IN_MEMORY),
-    "commengine.shared_memory.flags._OPERATIONS": (flags._OPERATIONS, IN_MEMORY),
+    "commengine.shared_memory.flags._OPERATIONS": (flags._OPERATIONS, {*IN_MEMORY, *UNEVEN}),
+    "bench.transports.operations.UNEVEN": (measured.UNEVEN, UNEVEN),
     "bench.transports.operations.OPERATIONS": (measured.OPERATIONS, ALL),
     "bench.transports.operations.REDUCING": (measured.REDUCING, REDUCING),
     "bench.transports.operations.ROOTED": (measured.ROOTED, {n for n, o in OPERATIONS.items() if o.rooted}),

@@ -3,7 +3,8 @@
 A row of the JSON, which bench.study --only fit reads, has these keys:
 
 - of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
-  nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests')
+  nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests'); of an operation with numbers
+  of rows its skew (bench/transports/skew.py)
 - of the times: iterations, converged (false: the time was up), seconds {p50, p95, p99, min, max, mean} on the slowest
   rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second
 - state: of the machine, "state 1" and so on, if there was more than one (bench/timing/states.py)
@@ -169,6 +170,7 @@ def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> 
         "operation": call.operation, "transport": transport, "group": group, "ranks": call.ranks,
         "dtype": "none" if call.operation == "barrier" else str(call.dtype).removeprefix("torch."),
         "redop": call.redop, "root": call.root, "in_place": in_place, "bytes": call.nbytes, "count": call.count,
+        **({"skew": call.skew} if call.skew else {}),
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ FORMAT = 1
 NORMAL_95 = 1.96  # half a 95% interval in standard errors
 STATISTICS = ("p50", "mean", "min")
 #: the fields that distinguish measurements of one operation, besides the size
-KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state")
+KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state", "skew")
 
 
 _NotNegative = Annotated[float, Field(ge=0)]
@@ -72,7 +72,7 @@ class Series:
     @property
     def variant(self) -> str:
         """The other fields of the key, for people."""
-        parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop") if self.key.get(name)]
+        parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop", "skew") if self.key.get(name)]
         if self.key.get("in_place") is not None:
             parts.append("in place" if self.key["in_place"] else "out of place")
         stream, state = self.key.get("stream"), self.key.get("state")

@@ -20,7 +20,7 @@ def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[d
     shown = states.shown()
     names = name_states(shown)
     kept: list[dict[str, Any]] = []
-    for mine in alike(rows, "operation", "transport", "dtype", "redop", "in_place", "bytes"):
+    for mine in alike(rows, "operation", "transport", "dtype", "redop", "in_place", "bytes", "skew"):
         numbers = [row["state"] for row in mine]
         best: dict[int, dict[str, Any]] = {}  # of several parts of one state, the one with most calls
         for row, number in zip(mine, states.assigned(numbers), strict=True):
@@ -32,8 +32,8 @@ def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[d
 
 
 def all_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The tables of all rows, one for each operation, dtype and reduction."""
-    return [table(mine) for mine in alike(rows, "operation", "dtype", "redop")]
+    """The tables of all rows, one for each operation, dtype, reduction and skew."""
+    return [table(mine) for mine in alike(rows, "operation", "dtype", "redop", "skew")]
 
 
 def disturbed_lines(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -74,9 +74,9 @@ def alike(rows: Sequence[Row], *names: str) -> list[list[Row]]:
 
 def compare(rows: list[Row], name: str | None) -> list[Row]:
     """The rows with "over": the median over that of the transport ``name`` for the same call in the same state."""
-    same = ("operation", "dtype", "redop", "in_place", "bytes", "state")
-    theirs = {tuple(row[key] for key in same): row["seconds"]["p50"] for row in rows if row["transport"] == name}
-    found = [(row, theirs.get(tuple(row[key] for key in same))) for row in rows]
+    same = ("operation", "dtype", "redop", "in_place", "bytes", "state", "skew")
+    theirs = {tuple(row.get(key) for key in same): row["seconds"]["p50"] for row in rows if row["transport"] == name}
+    found = [(row, theirs.get(tuple(row.get(key) for key in same))) for row in rows]
     return [row | ({"over": row["seconds"]["p50"] / base} if base else {}) for row, base in found]
 
 
@@ -88,7 +88,8 @@ def table(rows: Sequence[Row]) -> str:
         columns += more if any(key in row for row in rows) else ()
     first = rows[0]
     lines = [
-        f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}",
+        f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}"
+        + (f", {first['skew']} skew" if first.get("skew") else ""),
         "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
         "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
     ]

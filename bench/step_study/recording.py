@@ -24,8 +24,8 @@ from trainers.files.schema import FilePart, checked, fault_in, told
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = (
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
-    "send", "recv", "sendrecv",
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+    "all_to_all_v", "all_gather_v", "barrier", "send", "recv", "sendrecv",
 )  # fmt: skip
 MESSAGES = tuple(name for name, operation in OPERATIONS.items() if operation.pairwise)
 _Rank = Annotated[int, Field(ge=0)]
@@ -53,7 +53,7 @@ class Group:
 class RecordedCall:
     """One collective of a rank. group: its index in ``Recording.groups``. stream: its number in the group, 0 for none.
 
-    Times are seconds of the recording rank's clock. For peers and buffers see `commengine.CollectiveEvent`.
+    Times are seconds of the recording rank's clock. For peers, buffers and rows see `commengine.CollectiveEvent`.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -73,6 +73,7 @@ class RecordedCall:
     end: float
     wait_start: float | None
     wait_end: float | None
+    rows: tuple[tuple[_Rank, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -173,7 +174,13 @@ class Recording:
             rows = -(-shape[0] // size) * size
             nbytes = nbytes // shape[0] * rows
             shape = (rows, *shape[1:])
-        return replace(call, group=number, root=root, peers=peers, shape=shape, bytes=nbytes)
+        left = tuple(
+            tuple(count for count, rank in zip(of, old.ranks, strict=True) if rank in kept.ranks) for of in call.rows
+        )
+        if left:  # the rows for and from ranks that are gone go, too
+            shape = (sum(left[-1]), *shape[1:])
+            nbytes = nbytes // call.shape[0] * shape[0] if call.shape[0] else 0
+        return replace(call, group=number, root=root, peers=peers, shape=shape, bytes=nbytes, rows=left)
 
 
 def moments(calls: Sequence[RecordedCall | CollectiveEvent]) -> list[tuple[bool, int]]:
@@ -249,7 +256,8 @@ def _check_agreement(what: Recording) -> None:
             message, ranks = call.operation in MESSAGES, what.groups[call.group].ranks
             me = ranks.index(rank)
             if not message:
-                about = (call.operation, call.redop, call.root, call.dtype, call.bytes, call.windows)
+                uneven = OPERATIONS[call.operation].uneven
+                about = (call.operation, call.redop, call.root, call.dtype, 0 if uneven else call.bytes, call.windows)
                 said[message, call.group, call.stream, tuple(range(len(ranks)))][me].append(about)
             if call.sent is not None:
                 said[message, call.group, call.stream, (me, call.sent[0])][0].append(call.sent[1])
@@ -265,6 +273,13 @@ def _check_agreement(what: Recording) -> None:
                     f"the traces do not fit: ranks {group.ranks[parties[0]]} and {group.ranks[party]} of group "
                     f"{group.name!r} disagree: {counts if at is None else f'call {at}: {first[at]} and {other[at]}'}"
                 )
+
+
+def _check_rows(call: RecordedCall) -> None:
+    """Raise ValueError unless the numbers of rows are those of the call."""
+    at = 1 if call.operation == "all_to_all_v" else 0  # of the tensor that is counted
+    if len(call.rows) != at + 1 or not call.shape or sum(call.rows[at]) != call.shape[0]:
+        raise ValueError(f"{call.operation} of {list(call.shape)} has rows {[list(one) for one in call.rows]}")
 
 
 def _calls(where: str, events: list[Any], groups: dict[str, int]) -> Iterator[RecordedCall]:
@@ -283,6 +298,8 @@ def _calls(where: str, events: list[Any], groups: dict[str, int]) -> Iterator[Re
                 raise ValueError(f"{call.operation} cannot be replayed: {why}")
             if call.operation == "sendrecv" and (len(call.peers), len(call.buffers)) != (2, 2):
                 raise ValueError("a sendrecv has two peers and two buffers; record a trace of format 1 again")
+            if OPERATIONS.get(call.operation) and OPERATIONS[call.operation].uneven:
+                _check_rows(call)
             if call.operation != "barrier" and not isinstance(getattr(torch, call.dtype, None), torch.dtype):
                 raise ValueError(f"dtype {call.dtype!r} is none of torch's")
             yield call

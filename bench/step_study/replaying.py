@@ -83,6 +83,9 @@ class Replay:
             other = self._buffer(call, "part", (rows[0] // comm.size, *rows[1:]), windows[name == "all_gather"])
         elif name == "all_to_all":
             other = self._buffer(call, "output", call.shape)
+        elif name in ("all_to_all_v", "all_gather_v"):
+            given = sum(call.rows[0]) if name == "all_to_all_v" else call.rows[0][comm.rank]
+            other = self._buffer(call, "rows", (given, *rows[1:]))
         elif name in ("gather", "scatter") and comm.rank == root:
             other = self._buffer(call, "whole", (rows[0] * comm.size, *rows[1:]))
         elif name == "sendrecv":
@@ -91,7 +94,8 @@ class Replay:
             "all_reduce": (tensor, op), "reduce": (tensor, root, op), "reduce_scatter": (other, tensor, op),
             "all_gather": (tensor, other), "broadcast": (tensor, root), "gather": (other, tensor, root),
             "scatter": (tensor, other, root), "all_to_all": (other, tensor), "send": (tensor, root),
-            "recv": (tensor, root), "sendrecv": (tensor, *call.peers[:1], other, *call.peers[1:]),
+            "recv": (tensor, root), "all_to_all_v": (other, tensor, *call.rows),
+            "all_gather_v": (tensor, other, *call.rows), "sendrecv": (tensor, *call.peers[:1], other, *call.peers[1:]),
         }  # fmt: skip
         return partial(getattr(comm, name), *arguments[name], stream=stream)
 

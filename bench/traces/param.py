@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ SCHEMA, OLDEST = "1.1.0-chakra.0.0.4", (1, 0, 3)
 #: our operations by PyTorch's names for them; the others have the same names
 _NAMES = {
     "all_reduce": "allreduce", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base",
-    "all_to_all": "all_to_allv",
+    "all_to_all": "all_to_allv", "all_to_all_v": "all_to_allv",
 }  # fmt: skip
 _DTYPES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int",
@@ -174,16 +175,23 @@ class _Nodes:
             self._note("send", event, [2 * request, True], event.peers[0], event.elements, event.elements)
             self._note("recv", event, [2 * request + 1, True], event.peers[1], received, received)
             return
+        if event.operation == "all_gather_v":
+            raise UsageError(f"{event.operation} of group {event.group!r}: these traces have no name for it")
         size, count = event.size, event.elements
         sent, received = {
             "all_gather": (count // size, count), "reduce_scatter": (count, count // size),
             "gather": (count, count * size), "scatter": (count * size, count),
         }.get(event.operation, (count, count))  # fmt: skip
+        splits = ["[]", "[]"]
+        if event.operation == "all_to_all_v":  # in elements: (sent, received)
+            width = math.prod(event.shape[1:])
+            splits = [json.dumps([rows * width for rows in of]) for of in reversed(event.rows)]
+            received = sum(event.rows[0]) * width
         message = event.operation in ("send", "recv")
         place = self._written.groups[event.group].index(self._written.rank)
         root = place if event.root is None else event.root
         name = _NAMES.get(event.operation, event.operation)
-        self._note(name, event, [2 * request, message], root, sent, received)
+        self._note(name, event, [2 * request, message], root, sent, received, splits)
 
     def wait(self, event: CollectiveEvent, request: int) -> None:
         """Add the wait for a call on a stream."""
@@ -191,7 +199,10 @@ class _Nodes:
         for number in pairs:
             self._note("wait", event, [number, event.operation in ("send", "recv", "sendrecv")], 0, 0, 0)
 
-    def _note(self, name: str, event: CollectiveEvent, request: list[Any], rank: int, sent: int, received: int) -> None:
+    def _note(
+        self, name: str, event: CollectiveEvent, request: list[Any], rank: int, sent: int, received: int,
+        splits: Sequence[str] = ("[]", "[]"),
+    ) -> None:  # fmt: skip
         ranks, pg = list(self._written.groups[event.group]), self._written.number(event.group)
         steps = {after - before for before, after in itertools.pairwise(ranks)}
         stride = steps.pop() if len(steps) == 1 else 0 if steps else 1
@@ -200,8 +211,8 @@ class _Nodes:
         dtype = "Byte" if name == "wait" else _DTYPES[event.dtype]
         self._add(_CALL, 2, values, types, {
             "collective_name": name, "dtype": dtype, "in_msg_nelems": sent, "out_msg_nelems": received,
-            "in_split_size": "[]", "out_split_size": "[]", "global_rank_start": ranks[0], "global_rank_stride": stride,
-            "pg_name": pg, "pg_desc": event.group, "pg_size": len(ranks),
+            "in_split_size": splits[0], "out_split_size": splits[1], "global_rank_start": ranks[0],
+            "global_rank_stride": stride, "pg_name": pg, "pg_desc": event.group, "pg_size": len(ranks),
         })  # fmt: skip
 
     def _add(

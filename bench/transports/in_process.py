@@ -28,6 +28,7 @@ from bench.transports.operations import OPERATIONS, REDUCING, Buffers, Collectiv
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import MpiTypes
 from commengine.mpi import load_mpi
+from commengine.operations.uneven.rows import starts_of
 
 
 class Bound(ABC):
@@ -194,7 +195,18 @@ class Engine(LocalTransport):
             "recv": (recv, call.partner(self._rank)),
         }
         name = call.called(self._rank)
+        if call.operation == "all_to_all_v":
+            return partial(self._counted, recv, send, call.to(self._rank))
+        if call.operation == "all_gather_v":
+            arguments[name] = (recv, send, call.fro(self._rank))
         return partial(getattr(self._comm, name), *arguments[name], stream=self._stream)
+
+    def _counted(self, recv: Tensor, send: Tensor, rows: list[int]) -> Any:
+        """An all_to_all_v of ranks that know only what they send: the exchange of the counts is a part of it."""
+        if self._stream is None:
+            return self._comm.exchange_rows(recv, send, rows)
+        counts = self._comm.exchange_counts(rows)
+        return self._comm.all_to_all_v(recv, send, counts, rows, stream=self._stream)
 
 
 class Shared(Engine):
@@ -311,8 +323,21 @@ class Mpi4py(LocalTransport):
             "send": (comm.Send, source, call.partner(self._rank)),
             "recv": (comm.Recv, target, call.partner(self._rank)),
         }
+        if call.operation == "all_to_all_v":
+            return partial(self._counted, *source, target[0], call.to(self._rank))
+        if call.operation == "all_gather_v":
+            rows = call.fro(self._rank)
+            calls[call.operation] = (comm.Allgatherv, source, (target[0], rows, starts_of(rows), datatype))
         method, *arguments = calls[call.called(self._rank)]
         return partial(method, *arguments)
+
+    def _counted(self, source: Any, datatype: Any, target: Any, rows: list[int]) -> None:
+        """As the engine's: the counts first."""
+        sent = np.array(rows, dtype=np.int64)
+        received = np.empty_like(sent)
+        self._comm.Alltoall(sent, received)
+        counts = received.tolist()
+        self._comm.Alltoallv((source, rows, starts_of(rows), datatype), (target, counts, starts_of(counts), datatype))
 
 
 #: the transports of this module, by their names in --transports

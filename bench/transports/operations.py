@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from bench.transports import skew as skews
 from commengine import cost, operations
 
 #: in the order of their numbers in bench/peers/calls/c_loop.c and oneccl.cpp
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
-    "barrier", "send",
+    "barrier", "send", "all_to_all_v", "all_gather_v",
 )  # fmt: skip
 REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
 ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
@@ -45,7 +47,12 @@ POISON = 0xA5  # every byte of a buffer before a call
 #: the largest integer up to which all are representable; 2**24 in the other dtypes
 _EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.int8: 127, torch.uint8: 255, torch.int16: (1 << 15) - 1}
 #: for an operation whose name has no formula in commengine.cost: the formula whose bus factor it has in nccl-tests
-FACTOR_OF = {"gather": "all_gather", "scatter": "all_gather", "send": "p2p", "sendrecv": "p2p"}
+FACTOR_OF = {
+    "gather": "all_gather", "scatter": "all_gather", "send": "p2p", "sendrecv": "p2p", "all_to_all_v": "all_to_all",
+    "all_gather_v": "all_gather",
+}  # fmt: skip
+#: the operations in which each rank gives other numbers of elements, in a proportion that has a name
+UNEVEN = tuple(name for name in OPERATIONS if operations.OPERATIONS[name].uneven)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class CollectiveCall:
 
     count: nccl-tests' count: the elements of the buffer, or of a rank's part if the operation splits or joins. redop:
     "none" if nothing is reduced. root: -1 if there is none. A sendrecv sends to the next rank of a ring. A send goes
-    one way: from each rank of the first half to one of the second half, which receives.
+    one way: from each rank of the first half to one of the second half, which receives. skew: of an operation in
+    UNEVEN (bench/transports/skew.py); its count is that of the largest buffer over the ranks.
     """
 
     operation: str
@@ -88,9 +96,12 @@ class CollectiveCall:
     root: int
     ranks: int
     count: int
+    skew: str = ""
 
     @staticmethod
-    def of(operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int) -> CollectiveCall:
+    def of(
+        operation: str, dtype: torch.dtype, redop: str, root: int, ranks: int, nbytes: int, skew: str = ""
+    ) -> CollectiveCall:
         """The call of at least ``nbytes`` bytes, rounded up to whole elements.
 
         For the operations in SPLIT, the elements are whole on every rank.
@@ -99,7 +110,7 @@ class CollectiveCall:
         count = 0 if operation == "barrier" else -(-nbytes // unit)
         return CollectiveCall(
             operation, dtype, redop if operation in REDUCING else "none", root if operation in ROOTED else -1, ranks,
-            count,
+            count, (skew or "uniform") if operation in UNEVEN else "",
         )  # fmt: skip
 
     @property
@@ -117,7 +128,26 @@ class CollectiveCall:
         """The bus bandwidth divided by the algorithm bandwidth."""
         if self.operation == "barrier":
             return 0.0
+        if self.operation == "all_to_all_v":
+            return skews.slowest(self.rows) / self.whole
+        if self.operation == "all_gather_v":
+            return 1 - min(map(sum, self.rows)) / self.whole
         return cost.bus_factor(FACTOR_OF.get(self.operation, self.operation), self.ranks)
+
+    @cached_property
+    def rows(self) -> skews.Matrix:
+        """The elements that each rank sends to each rank; of an all_gather_v, each rank's part as its one number."""
+        if self.operation == "all_to_all_v":
+            return skews.matrix(self.skew, self.ranks, self.whole)
+        return tuple((part,) for part in skews.parts(self.skew, self.ranks, self.whole))
+
+    def to(self, rank: int) -> list[int]:
+        """The elements that ``rank`` sends to each rank in an all_to_all_v."""
+        return list(self.rows[rank])
+
+    def fro(self, rank: int) -> list[int]:
+        """The elements that ``rank`` gets from each rank in an operation of UNEVEN."""
+        return [row[rank if self.operation == "all_to_all_v" else 0] for row in self.rows]
 
     def partner(self, rank: int) -> int:
         """The rank of the other half to which ``rank`` sends, or from which it receives, in a send."""
@@ -135,6 +165,8 @@ class CollectiveCall:
         if self.called(rank) == "recv":
             return []
         elements = self.whole if operation in ("reduce_scatter", "scatter", "all_to_all") else self.count
+        if operation in UNEVEN:
+            elements = sum(self.rows[rank])
         return [TableSlice(self._tables[rank], 0, elements)]
 
     def received(self, rank: int) -> list[TableSlice]:
@@ -144,6 +176,9 @@ class CollectiveCall:
             return []
         if self.called(rank) == "send":
             return []
+        if operation in UNEVEN:
+            starts = [sum(row[:rank]) if operation == "all_to_all_v" else 0 for row in self.rows]
+            return [TableSlice(*one) for one in zip(tables, starts, self.fro(rank), strict=True)]
         start = rank * count if operation in ("reduce_scatter", "scatter", "all_to_all") else 0
         if operation in REDUCING:
             tables = [self._reduced]
@@ -214,6 +249,10 @@ class Buffers:
 
         Both are [elements]: a rank's part, or all parts if the operation splits (input) or joins (output).
         """
+        if call.operation in UNEVEN:
+            return self._typed(self._send, call, sum(call.rows[rank])), self._typed(
+                self._recv, call, sum(call.fro(rank))
+            )
         several = call.operation in ("reduce_scatter", "scatter", "all_to_all")
         send = self._typed(self._send, call, call.whole if several else call.count)
         joined = call.operation in ("all_gather", "gather", "all_to_all")
@@ -238,5 +277,6 @@ class Buffers:
 
     def wrong(self, call: CollectiveCall, rank: int) -> int:
         """The number of wrong elements in this rank's output."""
-        recv, pieces = self.views(call, rank, False)[1], call.received(rank)  # each piece has the call's count
-        return sum(piece.wrong(recv[call.count * place :][: call.count]) for place, piece in enumerate(pieces))
+        recv, pieces = self.views(call, rank, False)[1], call.received(rank)
+        ends = [*accumulate(piece.count for piece in pieces)]
+        return sum(piece.wrong(recv[end - piece.count : end]) for piece, end in zip(pieces, ends, strict=True))

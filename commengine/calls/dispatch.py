@@ -15,7 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from commengine.device.stream import DeviceStream
 from commengine.errors import TransferError, call_error
 from commengine.mpi import load_mpi
 from commengine.operations.operation import Call, Operation
+from commengine.operations.uneven.rows import UnevenOperation
 from commengine.stream import DONE, Event, GroupedWork, Stream, Work
 from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace
@@ -294,7 +295,11 @@ class Dispatcher:
             turn = contextlib.nullcontext() if stream is None else self._alone(call.name)  # else it has begun already
             with turn, self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
                 number = 0 if stream is None else stream.index
-                agree(self, self.host.wire.calls, describe(call.name, call.tensor, call.redop, call.root, number))
+                wire, about = self.host.wire, call.compared
+                agree(self, wire.calls, describe(call.name, about, call.redop, call.root, number))
+                if call.operation.uneven:
+                    uneven = cast(UnevenOperation, call.operation)
+                    agree(self, wire.calls, uneven.common(*call.args), uneven.unmatched(wire, *call.args))
 
     def _notice(self, call: Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
         """Tell the traces and the watcher about a call that is about to be enqueued."""
@@ -307,6 +312,7 @@ class Dispatcher:
                 call.name, call.redop, call.root, dtype, shape, elements, call.nbytes, self.name, self.size,
                 None if stream is None else stream.name, now, now, peers=call.peers,
                 buffers=tuple(self._buffer(one) for one in call.args if one is None or isinstance(one, Tensor)),
+                rows=call.rows,
             )  # fmt: skip
             for log in self.logs:
                 log.add(record)

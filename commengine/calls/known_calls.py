@@ -8,6 +8,7 @@ takes the long way through the checks, which say what is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from commengine.operations.checks import TensorLike
@@ -31,6 +32,7 @@ class KnownCalls:
 
     def __init__(self, member: BusyMember, routes: Routes, failures: tuple[type[Exception], ...]) -> None:
         self._member, self._forms, self._failures = member, routes.known, failures
+        self._ranks = routes.wire.size
 
     def single(self, name: str, tensor: TensorLike, how: object) -> bool:
         """Run an operation on one tensor if its form is known. Returns whether. how: the reduction or the root."""
@@ -76,6 +78,45 @@ class KnownCalls:
                 run(output, input)
             else:
                 run(output, input, how)
+        except self._failures as error:
+            raise transport_error(member, name, error) from error
+        finally:
+            member.busy = False
+        return True
+
+    def rows(
+        self, name: str, output: TensorLike, input: TensorLike, output_rows: Sequence[int], input_rows: Sequence[int]
+    ) -> bool:
+        """Run an operation with numbers of rows if its form is known. Returns whether.
+
+        output_rows: an empty list waits for the numbers.
+        """
+        try:
+            dtype, into, given = output.dtype, output.shape, input.shape
+            form = self._forms.get((name, dtype, into[1:]))
+            if form is None or input.dtype is not dtype or (into[1:] != given[1:] if len(into) > 1 else len(given) > 1):
+                return False
+            if not (output.is_cpu and input.is_cpu):
+                return False
+            if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
+                return False
+            apart, ranks = input.data_ptr() - output.data_ptr(), self._ranks
+            if -input.nbytes < apart < output.nbytes or len(input_rows) != ranks or min(input_rows) < 0:
+                return False
+            if sum(input_rows) != given[0]:
+                return False
+            if output_rows != []:
+                output_rows = tuple(output_rows)
+                if len(output_rows) != ranks or min(output_rows) < 0 or sum(output_rows) != into[0]:
+                    return False
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+        member = self._member
+        if member.busy:
+            raise busy_error(member, name)
+        member.busy = True
+        try:
+            form.run(output, input, output_rows, input_rows)
         except self._failures as error:
             raise transport_error(member, name, error) from error
         finally:

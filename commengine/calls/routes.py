@@ -5,6 +5,7 @@
 | window     | tensors that lie in windows, inside one node   | `in_window`         |
 | slots      | private tensors, inside one node               | `in_slots`          |
 | two levels | reductions of a group that spans nodes         | `in_two_levels`     |
+| windows    | numbers of rows, in a group that has windows   | `in_windows`        |
 | MPI        | everything else                                | `by_mpi`            |
 
 The form of a call is its operation, the shapes and dtypes of its tensors and its other arguments. A table of switch
@@ -22,6 +23,7 @@ from torch import Tensor
 from commengine.host.switch_points import SwitchPoints, kind_of
 from commengine.host.wire import MpiWire
 from commengine.operations.operation import Operation, Run
+from commengine.operations.uneven.rows import UnevenOperation, number_of, without_place
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.sequence import SequenceMemory
@@ -75,7 +77,10 @@ class Routes:
                 self.known.clear()
             run = self._runs[form] = self._prepare(operation, args)
             tensors = [args[place] for place in operation.tensors]
-            if tensors and all(isinstance(one, Tensor) and one.nbytes and not one.is_complex() for one in tensors):
+            if operation.uneven:
+                if not tensors[0].is_complex():
+                    self.known[form] = Form(run, 0, 0, None)
+            elif tensors and all(isinstance(one, Tensor) and one.nbytes and not one.is_complex() for one in tensors):
                 rows_of_output = operation.in_place and operation.whole == "output"
                 own = self.wire.rank * tensors[-1].nbytes if rows_of_output else None
                 self.known[form] = Form(run, tensors[0].nbytes, tensors[-1].nbytes, own)
@@ -95,7 +100,7 @@ class Routes:
                     self._shared,
                     slots=self._points.private_too(node.size, spanning=not node.alone),
                     wait=self.wire.wait,
-                    across=lambda comm: Routes(self.wire.over(comm)),
+                    over=lambda comm: Routes(self.wire.over(comm)),
                 )
         return self._memory
 
@@ -111,6 +116,28 @@ class Routes:
         run = operation.by_mpi(self.wire, *args)
         if operation.in_memory and self._shared is not None:
             run = self._through_memory(operation, args, run, self._shared)
+        elif isinstance(operation, UnevenOperation) and self._shared is not None:
+            run = self._through_windows(operation, run, self._shared)
+        return run
+
+    def _through_windows(self, operation: UnevenOperation, by_mpi: Run, shared: SharedTensors) -> Run:
+        """Return what runs an operation with numbers of rows: the ranks tell them each other where there are windows.
+
+        Its sizes differ between the ranks, so they cannot decide; the ranks of a node compare where their inputs lie.
+        """
+        windows, find = shared.segments, shared.find
+        by_windows: Run | None = None
+
+        def run(*args: Any) -> None:
+            nonlocal by_windows
+            if not windows:
+                by_mpi(*args)
+                return
+            if by_windows is None:
+                memory = self.open()
+                by_windows = without_place(by_mpi) if memory is None else operation.in_windows(memory, by_mpi, *args)
+            by_windows(number_of(find(args[1]), args[1]), *args)
+
         return run
 
     def _through_memory(self, operation: Operation, args: tuple[Any, ...], by_mpi: Run, shared: SharedTensors) -> Run:

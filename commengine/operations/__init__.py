@@ -6,6 +6,7 @@
 | `by_mpi`                               | how MPI moves host tensors                                               |
 | `in_window`, `in_slots`                | how the ranks of a node do, in shared memory                             |
 | `in_two_levels`                        | how a group that spans nodes reduces                                     |
+| `in_windows`                           | of operations with numbers of rows: how windows carry them               |
 | `by_nccl`                              | how NCCL moves device tensors                                            |
 | the class with the public method       | its arguments, its checks, and the call                                  |
 
@@ -23,10 +24,12 @@ from .operation import Operation
 from .reduce import REDUCE, ReduceCall
 from .reduce_scatter import REDUCE_SCATTER, ReduceScatterCall
 from .scatter import SCATTER, ScatterCall
+from .uneven.all_gather_v import ALL_GATHER_V, AllGatherVCall
+from .uneven.all_to_all_v import ALL_TO_ALL_V, AllToAllVCall
 
 _ALL: tuple[Operation, ...] = (
-    ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL, BARRIER, SEND, RECV,
-    SENDRECV,
+    ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL, ALL_TO_ALL_V,
+    ALL_GATHER_V, BARRIER, SEND, RECV, SENDRECV,
 )  # fmt: skip
 
 #: all operations by name
@@ -39,6 +42,6 @@ REDUCING_IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_
 
 class OperationCalls(
     AllReduceCall, ReduceCall, ReduceScatterCall, AllGatherCall, BroadcastCall, GatherCall, ScatterCall, AllToAllCall,
-    BarrierCall, MessageCalls,
+    AllToAllVCall, AllGatherVCall, BarrierCall, MessageCalls,
 ):  # fmt: skip
     """The public calls of all operations."""

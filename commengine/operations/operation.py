@@ -7,6 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from commengine.agreement import Shown
+
 #: runs a call whose form it was made for; gets the arguments of the operation
 Run = Callable[..., None]
 
@@ -36,6 +38,7 @@ class Operation:
     in_memory: the arguments that may lie in a window, if large host tensors can go through the memory of a node.
     formula: the operation of `commengine.cost` that predicts its time; None: there is no formula.
     in_place: one rank's rows of one tensor may be the other tensor.
+    uneven: each rank gives another number of rows (`commengine.operations.uneven.rows`).
 
     The ways get what carries the data, and then the operation's arguments, which have been checked. `by_nccl` enqueues
     a call. `by_mpi` prepares the calls of one form: it gets the arguments of the first one, and what it
@@ -53,6 +56,7 @@ class Operation:
     in_memory: ClassVar[tuple[str, ...]] = ()
     formula: ClassVar[str | None] = None
     in_place: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if "arguments" in vars(cls):
@@ -156,6 +160,19 @@ class Call(NamedTuple):
     def name(self) -> str:
         """The operation's name."""
         return self.operation.name
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """The numbers of rows among the arguments; a list is filled while the call runs."""
+        return tuple(one for one in self.args if isinstance(one, tuple | list)) if self.operation.uneven else ()
+
+    @property
+    def compared(self) -> Tensor | Shown | None:
+        """What the ranks compare of its tensor."""
+        tensor = self.tensor
+        if tensor is None or not self.operation.uneven:
+            return tensor
+        return Shown(tensor.shape[1:], tensor.dtype, tensor.is_cpu)
 
     @classmethod
     def of(cls, operation: Operation, args: tuple[Any, ...], ranks: int) -> Call:

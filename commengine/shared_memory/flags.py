@@ -11,8 +11,8 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 
-from commengine.agreement import disagreement
-from commengine.errors import GroupMember, TransferError
+from commengine.agreement import disagreement, ranks_named
+from commengine.errors import CollectiveMismatch, GroupMember, TransferError
 
 from .segment import SharedSegment
 
@@ -23,9 +23,13 @@ LOOKS_PER_PROGRESS = 256
 FIRST_LOOKS = 30
 
 #: the flags of a rank fill two cache lines of their own. In the first: the round, and twice three words for a call
-#: (place; size and operation; checksum of the rest). In the second: the progress in each stage of a pipeline
+#: (place; size and operation; checksum of the rest). In the second: the progress in each stage of a pipeline, and the
+#: last round in which this rank found that the numbers of rows do not fit
 LINES_BYTES = 128
-_ROUND, _ASKED, _WORDS, _STAGES = 0, 1, 3, 8
+_ROUND, _ASKED, _WORDS, _STAGES, _UNFIT = 0, 1, 3, 8, 15
+
+#: the word at which two sets of numbers of rows begin (`Flags.begin_uneven`)
+_NUMBERS_AT = LINES_BYTES // 8
 
 #: the stages of a chunk that goes through slots (`commengine.shared_memory.slots`)
 FILLED, REDUCED = range(2)
@@ -37,15 +41,18 @@ PRIVATE = -1
 IN_MEMORY = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 REDUCING_IN_MEMORY = IN_MEMORY[:2]
 
+#: the operations in which each rank gives another number of rows, and that windows carry
+UNEVEN = ("all_to_all_v", "all_gather_v")
+
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
-_OPERATIONS = (*IN_MEMORY, "gather_into")
+_OPERATIONS = (*IN_MEMORY, "gather_into", *UNEVEN)
 _NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
 
 
 class Flags:
     """The flags of one node's ranks, for one sequence of collectives.
 
-    segment: memory of LINES_BYTES a rank, which is zero. rank: this rank's number in the node. progress: lets MPI make
+    segment: memory of `bytes_of` a rank, which is zero. rank: this rank's number in the node. progress: lets MPI make
     progress. wait: waits until a function returns True. group, ranks: this rank in the whole group, and the ranks in
     the group of the node's ranks, for errors.
     """
@@ -68,7 +75,9 @@ class Flags:
         self._others = [flags for flags in self._flags if flags is not self._mine]
         self._round = 0
         self._words = _ASKED  # where the words of the present call begin
+        self._most_numbers = (len(self._mine) - _NUMBERS_AT) // 2  # words in each of the two sets
         self._checksums: dict[object, int] = {}
+        self._words_of: dict[object, tuple[int, int]] = {}
         self._process = os.getpid()
         # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
         # seen before what comes after. MPI_Win_sync is one, but needs a window.
@@ -80,6 +89,11 @@ class Flags:
         """Raise `TransferError` in a forked child: its parent goes on to use the flags and slots."""
         if self._process != os.getpid():
             raise TransferError("a forked child cannot run collectives: the group's rank is its parent process")
+
+    @staticmethod
+    def bytes_of(ranks: int) -> int:
+        """The memory of a rank in a group of ``ranks``, on all nodes together."""
+        return LINES_BYTES + 2 * 8 * (ranks + 1)
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
@@ -107,15 +121,78 @@ class Flags:
         self.meet()
         for flags in self._others:
             if flags[word] != place or flags[word + 1] != about or flags[word + 2] != checksum:
-                break
-        else:
-            return
+                raise self._mismatch(word)
+
+    def words_of(self, operation: str, nbytes: int, how: object) -> tuple[int, int]:
+        """The words for the size and operation of a call, and for the rest: they are kept, as in `begin`."""
+        key = operation, nbytes, how
+        words = self._words_of.get(key)
+        if words is None:
+            checksum = zlib.crc32(repr(how).encode())
+            words = self._words_of[key] = nbytes << 8 | _NUMBERS[operation], checksum
+        return words
+
+    def begin_uneven(self, words: tuple[int, int], place: int, rows: Sequence[int]) -> int:
+        """`begin` of a collective in which each rank gives other numbers of rows, from another place.
+
+        words: of `words_of`, with the bytes of a row. rows: what this rank gives, as many numbers on all ranks, and at
+        most one for each rank of the group. It tells the others where each of these parts begins, and where the last
+        one ends. Returns the first word in `told` of these numbers; they hold until this rank ends the call by
+        `meet_unless`. Raises CollectiveMismatch as `begin` does.
+        """
+        if self._process != os.getpid():
+            self.refuse_child()
+        about, checksum = words
+        mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
+        self._words = word
+        at = first = _NUMBERS_AT + (self._most_numbers if word == _ASKED else 0)
+        mine[at] = end = 0
+        for count in rows:
+            end += count
+            at += 1
+            mine[at] = end
+        mine[word], mine[word + 1], mine[word + 2] = place, about, checksum
+        self.meet()
+        for flags in self._others:
+            if flags[word + 1] != about or flags[word + 2] != checksum:
+                raise self._mismatch(word)
+        return first
+
+    @property
+    def told(self) -> Sequence[memoryview]:
+        """The words of each rank of the node."""
+        return self._flags
+
+    @property
+    def place(self) -> int:
+        """The word of each rank that has the place of its tensor in the call that `begin_uneven` began."""
+        return self._words
+
+    def meet_unless(self, unfit: str | None) -> None:
+        """Wait until every rank is here, as `meet`. Raise CollectiveMismatch on all ranks if one gives a reason.
+
+        unfit: why the numbers of rows that the other ranks gave do not fit those of this rank; None if they do.
+        """
+        if unfit is not None:
+            self._mine[_UNFIT] = self._round + 1
+        self.meet()
+        for flags in self._flags:
+            if flags[_UNFIT] == self._round:
+                raise self._unfit(unfit)
+
+    def _unfit(self, mine: str | None) -> CollectiveMismatch:
+        found = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[_UNFIT] == self._round]
+        member, said = self._group, mine or f"{ranks_named(found)} found numbers of rows that do not fit"
+        return CollectiveMismatch(f"rank {member.rank} of group {member.name!r} (size {member.size}): {said}")
+
+    def _mismatch(self, word: int) -> CollectiveMismatch:
+        """The error of ranks whose calls differ. word: where their words begin."""
         calls: dict[tuple[int, ...], list[int]] = {}
         for rank, flags in zip(self._ranks, self._flags, strict=True):
             calls.setdefault(tuple(flags[word : word + _WORDS]), []).append(rank)
         asked = [(ranks, _described(*words)) for words, ranks in calls.items()]
         fault = "the ranks gave different operations, tensors, dtypes, reductions or roots"
-        raise disagreement(self._group, asked, fault)
+        return disagreement(self._group, asked, fault)
 
     def meet(self) -> None:
         """Wait until every rank is here. Each rank then sees everything that the others wrote before."""

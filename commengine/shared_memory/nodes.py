@@ -30,6 +30,11 @@ class Node:
         return self.comm.size
 
     @property
+    def in_order(self) -> bool:
+        """Whether the ranks of each node are neighbours: the nodes one after the other are the group's order."""
+        return [rank for ranks in self.table for rank in ranks] == list(range(self.size * len(self.table)))
+
+    @property
     def alone(self) -> bool:
         """Whether the whole group is on this node."""
         return len(self.table) == 1

@@ -36,7 +36,8 @@ class SharedSegment:
         # These are not views of the user's tensor: autograd must not notice that a collective writes there.
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
             self.parts = [torch.frombuffer(part, dtype=torch.uint8) for part in self.memory]
-        self.address: int = self.parts[rank].data_ptr()
+        self.addresses: list[int] = [part.data_ptr() for part in self.parts]
+        self.address = self.addresses[rank]
         self._typed: dict[torch.dtype, list[Tensor]] = {}
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from commengine.mpi import making_communicators
 
-from .flags import LINES_BYTES, Flags
+from .flags import Flags
 from .nodes import Node
 from .slots import SLOT_BYTES, SLOTS, Slots
 from .windows import SharedTensors, WindowTensor
@@ -21,15 +21,17 @@ class SequenceMemory:
 
     flags: by which they meet and compare their calls. slots: for private tensors; None if they are not asked for, or a
     node has no memory for them. rank, size: this rank's number in its node, and the number of the node's ranks.
-    node: all nodes of the group. across: in a group of several nodes, what runs operations between the ranks of this
-    number on all nodes.
+    node: all nodes of the group. windows: those of the group. across: in a group of several nodes, what runs operations
+    between the ranks of this number on all nodes; inside: between those of this node; whole: between all ranks.
     """
 
-    def __init__(self, flags: Flags, slots: Slots | None, node: Node) -> None:
-        self.flags, self.slots, self.node = flags, slots, node
+    def __init__(self, flags: Flags, slots: Slots | None, windows: SharedTensors, node: Node) -> None:
+        self.flags, self.slots, self.windows, self.node = flags, slots, windows, node
         self.rank, self.size = flags.rank, flags.size
         self.across: Any = None
-        self._comm: Any = None
+        self.inside: Any = None
+        self.whole: Any = None
+        self._comms: tuple[Any, ...] = ()
 
     @classmethod
     def make(
@@ -39,15 +41,15 @@ class SequenceMemory:
         *,
         slots: bool,
         wait: Callable[[Callable[[], bool]], None],
-        across: Callable[[MPI.Intracomm], Any],
+        over: Callable[[MPI.Intracomm], Any],
     ) -> SequenceMemory | None:
         """Return the memory of the sequence of ``comm``; None, on all ranks, if a node has none. Collective.
 
-        slots: whether to make them. wait: waits until a function returns True. across: makes what runs operations on
-        an MPI communicator between nodes.
+        slots: whether to make them. wait: waits until a function returns True. over: makes what runs operations on an
+        MPI communicator of a part of the group.
         """
         node = shared.node
-        segment = None if node is None else shared.share(LINES_BYTES)
+        segment = None if node is None else shared.share(Flags.bytes_of(comm.size))
         if node is None or segment is None:
             return None
         flags = Flags(
@@ -59,11 +61,12 @@ class SequenceMemory:
             ranks=node.table[node.index],
         )
         kept = shared.share(SLOTS * SLOT_BYTES) if slots else None
-        made = cls(flags, None if kept is None else Slots(flags, kept), node)
+        made = cls(flags, None if kept is None else Slots(flags, kept), shared, node)
         if not node.alone:
             with making_communicators():
-                made._comm = comm.Split(flags.rank, node.index)
-            made.across = across(made._comm)
+                parts: Any = comm.Split(flags.rank, node.index), comm.Split(node.index, flags.rank)
+            made._comms = parts
+            made.across, made.inside, made.whole = over(parts[0]), over(parts[1]), over(comm)
         return made
 
     def row(self, numel: int) -> tuple[int, int]:
@@ -83,7 +86,7 @@ class SequenceMemory:
         self.flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
 
     def close(self) -> None:
-        """Free the communicator between nodes. Collective."""
-        if self._comm is not None:
-            self._comm.Free()
-            self._comm = None
+        """Free the communicators between and inside nodes. Collective."""
+        for comm in self._comms:
+            comm.Free()
+        self._comms = ()

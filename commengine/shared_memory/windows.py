@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: places of tensors that are kept, because finding one takes a microsecond
 MOST_PLACES = 256
 
+#: the bits of `WindowTensor.number` that are the place in a window
+OFFSETS = (1 << 48) - 1
+
 #: up to this many bytes of all operands, a row is reduced at once, because a node's shared cache holds them
 CACHED_BYTES = 8 << 20
 
@@ -123,6 +126,10 @@ class SharedTensors:
         found = WindowTensor(segment, index, offset, nbytes, dtype)
         self._found[address, nbytes, dtype] = found
         return found
+
+    def address_of(self, number: int, rank: int) -> int:
+        """Return the address, in this process, of place ``number`` (`WindowTensor.number`) of a rank of the node."""
+        return self.segments[number >> 48].addresses[rank] + (number & OFFSETS)
 
     def close(self) -> None:
         """Let go of the windows. Memory that a tensor refers to stays as long as the tensor. Collective."""

@@ -194,6 +194,37 @@ def test_all_to_all(run, world, dtype):
         assert torch.equal(output, torch.cat([part[mine] for part in inputs])), (rows, rest)
 
 
+#: shapes of a row
+ROWS = [(), (3,), (2, 0)]
+
+
+@by_dtype
+def test_all_to_all_v(run, world, dtype):
+    """Rank r sends (r + 2 j) % 4 rows to rank j: some ranks send nothing to some."""
+    n, me = world.size, world.rank
+    counts = [[(rank + 2 * to) % 4 for to in range(n)] for rank in range(n)]
+    for row in ROWS:
+        inputs = [given(dtype, (sum(mine), *row), rank) for rank, mine in enumerate(counts)]
+        parts = [torch.split(one, mine) for one, mine in zip(inputs, counts, strict=True)]
+        received = world.exchange_counts(counts[me])
+        assert received == tuple(mine[me] for mine in counts)
+        output = torch.empty((sum(received), *row), dtype=dtype)
+        kept = inputs[me].clone()
+        run("all_to_all_v", output, kept, received, counts[me])
+        assert torch.equal(output, torch.cat([of[me] for of in parts])), row
+        assert torch.equal(kept, inputs[me]), "the input was changed"
+
+
+@by_dtype
+def test_all_gather_v(run, world, dtype):
+    for row in ROWS:
+        counts = [3 * rank % 4 for rank in range(world.size)]  # rank 0 gives nothing
+        parts = [given(dtype, (count, *row), rank) for rank, count in enumerate(counts)]
+        output = torch.empty((sum(counts), *row), dtype=dtype)
+        run("all_gather_v", output, parts[world.rank], counts)
+        assert torch.equal(output, torch.cat(parts)), row
+
+
 def test_barrier_ends_after_the_last_rank_came(run, world):
     if world.rank == world.size - 1:
         time.sleep(0.1)
@@ -219,6 +250,10 @@ def test_groups_of_one_rank(world, dtype):
             for operation in ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"):
                 before, output = given(dtype, (5, 2), world.rank), torch.empty((5, 2), dtype=dtype)
                 getattr(alone, operation)(output, before, stream=lane).wait()
+                assert torch.equal(output, before), operation
+            for operation, rows in (("all_to_all_v", [[5], [5]]), ("all_gather_v", [[5]])):
+                before, output = given(dtype, (5, 2), world.rank), torch.empty((5, 2), dtype=dtype)
+                getattr(alone, operation)(output, before, *rows, stream=lane).wait()
                 assert torch.equal(output, before), operation
             alone.barrier(stream=lane).wait()
 

@@ -11,6 +11,7 @@ import torch
 from commengine import Communicator, launch
 from commengine.dtypes import DTYPES
 from commengine.operations import OPERATIONS
+from commengine.operations.uneven import all_to_all_v
 from commengine.shared_memory import slots as bounce
 from tests.support.exact import ALWAYS, expected, in_pairs, ops_of, values
 
@@ -32,6 +33,32 @@ def check_values(world: Communicator, numel: int) -> None:
             odd = values(dtype, numel - 3, world.rank)
             world.all_reduce(odd, op, stream=lane).wait()
             assert torch.equal(odd, expected(dtype, numel - 3, world.size, op)), (dtype, op)
+
+
+def check_rows(world: Communicator) -> None:
+    """Rows from each rank to each rank, from private tensors, from windows, and from both on one node."""
+    n, me = world.size, world.rank
+    stream = world.new_stream()
+    for turn, where in enumerate(("private", "windows", "both", "windows", "both")):
+        counts = [[(3 * rank + 5 * to + turn) % 7 * (to != turn % n) for to in range(n)] for rank in range(n)]
+        inputs = [1000 * rank + torch.arange(2 * sum(counts[rank])).view(-1, 2) for rank in range(n)]
+        mine = inputs[me].clone()
+        window = world.empty((60, 2), torch.int64)
+        if where == "windows" or (where == "both" and me % 3 == 1):
+            mine = window[turn : turn + len(mine)].copy_(mine)
+        received = [row[me] for row in counts]
+        right = torch.cat([one.split(row)[me] for one, row in zip(inputs, counts, strict=True)])
+        for lane in (None, stream):
+            output = torch.zeros_like(right)
+            world.all_to_all_v(output, mine, received, counts[me], stream=lane).wait()
+            assert torch.equal(output, right), (where, lane)
+        large = torch.full((len(right) + 2, 2), -1)
+        assert world.exchange_rows(large, mine, counts[me]) == received
+        assert torch.equal(large[: len(right)], right) and large[len(right) :].eq(-1).all()
+        rows = counts[0]
+        part, all_parts = window[: rows[me]].fill_(me), torch.empty((sum(rows), 2), dtype=torch.int64)
+        world.all_gather_v(all_parts, part, rows)
+        assert all_parts[:, 0].tolist() == [rank for rank, count in enumerate(rows) for _ in range(count)]
 
 
 def check_rounding(world: Communicator, nodes: list[list[int]], numel: int) -> None:
@@ -82,13 +109,18 @@ def main(launched: Communicator) -> None:
             assert len(world._shared.segments) == len(DTYPES)
             assert set(used) == {"all_reduce", "reduce_scatter"}
             check_rounding(world, node.table, 10_001)
+            row = OPERATIONS["all_to_all_v"]
+            all_to_all_v.in_two_levels = lambda *args, m=all_to_all_v.in_two_levels: (used.append(row.name), m(*args))
+            check_rows(world)
+            neighbours = [rank for ranks in node.table for rank in ranks] == list(range(world.size))
+            assert (row.name in used) == neighbours
             used.clear()
             with Communicator(launched.mpi, switch_points=ALWAYS, order="tree") as tree:
                 check_tree(tree, 10_001)
-            neighbours = [rank for ranks in node.table for rank in ranks] == list(range(world.size))
             assert set(used) == ({"all_reduce", "reduce_scatter"} if neighbours else set())
         else:
             assert node is None and not used and not world._shared.segments
+            check_rows(world)
         if world.rank == 0:
             print("right", flush=True)
 

@@ -85,6 +85,10 @@ class Distributed(LocalTransport):
             "send": (dist.send, send, call.partner(self._rank)),
             "recv": (dist.recv, recv, call.partner(self._rank)),
         }
+        if call.operation == "all_to_all_v":
+            return partial(_counted, recv, send, call.to(self._rank))
+        if call.operation == "all_gather_v":
+            calls[call.operation] = (dist.all_gather, list(torch.split(recv, call.fro(self._rank))), send)
         method, *arguments = calls[call.called(self._rank)]
         return partial(method, *arguments)
 
@@ -101,6 +105,14 @@ def _exchange(send: torch.Tensor, to: int, recv: torch.Tensor, source: int) -> N
         raise ValueError("a process cannot send to itself")
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, recv, source), dist.P2POp(dist.isend, send, to)]):
         work.wait()
+
+
+def _counted(recv: torch.Tensor, send: torch.Tensor, rows: list[int]) -> None:
+    """As the engine's: the counts first."""
+    sent = torch.tensor(rows, device=send.device)
+    counts = torch.empty_like(sent)
+    dist.all_to_all_single(counts, sent)
+    dist.all_to_all_single(recv, send, counts.tolist(), rows)
 
 
 def main() -> None:

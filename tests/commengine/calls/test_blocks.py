@@ -24,6 +24,8 @@ CALLS = {
     "gather": ((None, ONE, 1), (ONE, None, 1, 48, ())),
     "scatter": ((ONE, FOUR, 1), (ONE, None, 1, 48, ())),
     "all_to_all": ((torch.zeros(12), FOUR), (FOUR, None, None, 48, ())),
+    "all_to_all_v": ((ONE, FOUR, (1, 0, 2, 0), (6, 0, 4, 2)), (FOUR, None, None, 48, ())),
+    "all_gather_v": ((FOUR, ONE, (3, 6, 0, 3)), (FOUR, None, None, 48, ())),
     "barrier": ((), (None, None, None, 0, ())),
     "send": ((ONE, 2), (ONE, None, 2, 12, (2,))),
     "recv": ((ONE, 3), (ONE, None, 3, 12, (3,))),

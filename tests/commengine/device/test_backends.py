@@ -62,8 +62,8 @@ def run(request, patches, mpi_world):
 
 
 OPERATIONS = (
-    "all_gather", "all_gather_in_place", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
-    "scatter",
+    "all_gather", "all_gather_in_place", "all_gather_v", "all_reduce", "all_to_all", "all_to_all_v", "broadcast",
+    "gather", "reduce", "reduce_scatter", "scatter",
 )  # fmt: skip
 
 

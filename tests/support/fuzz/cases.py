@@ -16,7 +16,7 @@ from .drawing import ALL, Memory, Place, elements, reduced, reductions, values
 
 COLLECTIVES = (
     "all_reduce", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter", "all_gather", "all_gather", "broadcast",
-    "gather", "scatter", "all_to_all", "barrier",
+    "gather", "scatter", "all_to_all", "all_to_all_v", "all_to_all_v", "all_gather_v", "barrier",
 )  # fmt: skip
 MESSAGES = ("sendrecv", "send and recv", "one message")
 
@@ -122,6 +122,8 @@ class Calls:
             a, b = place(numel * n, None), place(numel * n, parts[rank], 1)
             a.expected = torch.cat([part[own] for part in parts]), None
             return made(lambda stream: comm.all_to_all(a.given(), b.given(), stream=stream), a, b)
+        if name in ("all_to_all_v", "all_gather_v"):
+            return self._uneven(name, draw, numel, all_values, place, made, small)
         parts = all_values(numel)
         a, b = place(numel, parts[rank]), place(numel, None, 1)
         to, source = (rank + shift) % n, (rank - shift) % n
@@ -142,6 +144,36 @@ class Calls:
         if name == "sendrecv" or small:  # blocks do not nest
             return made(lambda stream: comm.sendrecv(a.given(), to, b.given(), source, stream=stream), a, b)
         return made(both, a, b)
+
+    def _uneven(
+        self, name: str, draw: random.Random, numel: int, all_values: Any, place: Any, made: Any, small: bool
+    ) -> Call:
+        """Operations in which each rank gives another number of rows, some of them none."""
+        comm, n, rank = self.comm, self.comm.size, self.comm.rank
+        counts = [[draw.choice((0, numel, draw.randrange(numel + 1))) for _ in range(n)] for _ in range(n)]
+        if name == "all_gather_v":
+            rows = counts[0]
+            parts = all_values(numel)
+            a = place(rows[rank], parts[rank][: rows[rank]])
+            b = place(sum(rows), None, 1)
+            b.expected = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]), None
+            return made(lambda stream: comm.all_gather_v(b.given(), a.given(), rows, stream=stream), b, a)
+        parts = all_values(numel * n)
+        sent, received = counts[rank], [row[rank] for row in counts]
+        of_all = [part[: sum(row)].split(row) for part, row in zip(parts, counts, strict=True)]
+        a = place(sum(sent), parts[rank][: sum(sent)])
+        b = place(sum(received), None, 1)
+        b.expected = torch.cat([one[rank] for one in of_all]), None
+
+        def asked(stream: Any) -> Any:
+            if stream is None:
+                assert comm.exchange_rows(b.given(), a.given(), sent) == received
+                return None
+            return comm.all_to_all_v(b.given(), a.given(), received, sent, stream=stream)
+
+        if draw.random() < 0.5 and not small:  # a block gives no answer before its end
+            return made(asked, b, a)
+        return made(lambda stream: comm.all_to_all_v(b.given(), a.given(), received, sent, stream=stream), b, a)
 
     def block(self, draw: random.Random, mine: random.Random) -> Call:
         """Several calls in one block."""

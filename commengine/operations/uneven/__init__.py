@@ -1,0 +1,1 @@
+"""The operations in which each rank gives another number of rows."""

@@ -1,0 +1,193 @@
+"""all_to_all_v: each rank sends other numbers of rows to each rank. `exchange_counts` tells the ranks how many come."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commengine.device.nccl import NcclWire
+from commengine.errors import TransferError, call_error
+from commengine.host.wire import MpiWire
+from commengine.operations.all_to_all import ALL_TO_ALL
+from commengine.operations.checks import Caller, TensorLike
+from commengine.operations.operation import Run
+from commengine.shared_memory.flags import PRIVATE
+from commengine.shared_memory.sequence import SequenceMemory
+from commengine.stream import DONE, Stream, Work
+
+from .rows import (
+    UnevenOperation,
+    checked_rows,
+    checked_uneven,
+    copy_bytes,
+    in_bytes,
+    row_bytes_of,
+    starts_of,
+    without_place,
+)
+from .two_levels import Received, Rows, counts_of, in_two_levels, too_many
+
+
+class AllToAllV(UnevenOperation):
+    """The row of `all_to_all_v`, and its ways."""
+
+    name = "all_to_all_v"
+    arguments, counted = ("output", "input", "output_rows", "input_rows"), "input"
+
+    def by_mpi(self, wire: MpiWire, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> Run:
+        all_to_all, address, datatype = wire.calls.Alltoallv, wire.address, wire.types.move[input.dtype]
+        width = row_bytes_of(input) // input.itemsize
+
+        def run(output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
+            if isinstance(output_rows, list):
+                output_rows.extend(counts_of(wire, input_rows))
+            problem = too_many(output_rows, output)
+            if problem is not None:  # the others send, and must not wait for this rank
+                output = output.new_empty((sum(output_rows), *output.shape[1:]))
+            sent, received = in_bytes(input_rows, width), in_bytes(output_rows, width)
+            all_to_all(
+                (address(input.data_ptr(), input.nbytes), sent, starts_of(sent), datatype),
+                (address(output.data_ptr(), output.nbytes), received, starts_of(received), datatype),
+            )
+            if problem is not None:
+                raise TransferError(problem)
+
+        return run
+
+    def in_windows(
+        self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, output_rows: Received,
+        input_rows: Rows,
+    ) -> Run:  # fmt: skip
+        if memory.across is not None:
+            return functools.partial(in_two_levels, memory) if memory.node.in_order else without_place(by_mpi)
+        flags, width, me = memory.flags, row_bytes_of(input), memory.rank
+        words, told = flags.words_of(self.name, width, input.dtype), flags.told
+        address_of, end = memory.windows.address_of, flags.meet_unless
+
+        def run(number: int, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
+            at = flags.begin_uneven(words, number, input_rows) + me
+            unfit = None
+            try:
+                counts = [one[at + 1] - one[at] for one in told]
+                unfit = _unfit(counts, output_rows, output)
+                place = flags.place
+                places = [one[place] for one in told]
+                if PRIVATE in places:
+                    if unfit is not None:  # the others send, and must not wait for this rank
+                        output = output.new_empty((sum(counts), *output.shape[1:]))
+                    by_mpi(output, input, tuple(counts), input_rows)
+                    return
+                if unfit is not None:
+                    return
+                target = output.data_ptr()
+                for peer, count in enumerate(counts):
+                    nbytes = count * width
+                    copy_bytes(target, address_of(places[peer], peer) + told[peer][at] * width, nbytes)
+                    target += nbytes
+            finally:
+                end(unfit)
+
+        return run
+
+    def by_nccl(self, wire: NcclWire, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
+        width = row_bytes_of(input)
+        sent, received = in_bytes(input_rows, width), in_bytes(output_rows, width)
+        with wire.group():
+            for peer, (to, source) in enumerate(zip(starts_of(sent), starts_of(received), strict=True)):
+                wire.send(input.data_ptr() + to, sent[peer], peer)
+                wire.recv(output.data_ptr() + source, received[peer], peer)
+
+    def unmatched(
+        self, wire: MpiWire, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows
+    ) -> str | None:
+        return _unfit(counts_of(wire, input_rows), output_rows or [], output)
+
+
+def _unfit(counts: list[int], output_rows: Received, output: Tensor) -> str | None:
+    """Return why the rows that come are not those of this rank's call, or None; fill a list that waits for them."""
+    if isinstance(output_rows, list):
+        output_rows += counts
+        return None if sum(counts) <= output.shape[0] else too_many(counts, output)
+    if tuple(counts) == output_rows:
+        return None
+    peer = next(peer for peer, count in enumerate(counts) if count != output_rows[peer])
+    return f"rank {peer} sends {counts[peer]} rows, and output_rows say {output_rows[peer]}"
+
+
+ALL_TO_ALL_V = AllToAllV()
+
+
+class AllToAllVCall:
+    """`all_to_all_v`, `exchange_rows` and `exchange_counts`, as programs call them."""
+
+    def all_to_all_v(
+        self: Caller, output: TensorLike, input: TensorLike, output_rows: Sequence[int], input_rows: Sequence[int], *,
+        stream: Stream | None = None,
+    ) -> Work:  # fmt: skip
+        """Send ``input_rows[j]`` rows of ``input`` to rank j; get ``output_rows[j]`` rows from rank j in ``output``.
+
+        output: [sum of output_rows, ...]; input: [sum of input_rows, ...]; rows of one shape and dtype. The rows for
+        and from the ranks lie in rank order. ``output_rows[j]`` of rank i must be ``input_rows[i]`` of rank j. A group
+        with windows compares them on a node, and raises CollectiveMismatch on its ranks; so does ``checked=True`` on
+        all ranks, as CollectiveError. A rank that does not know its ``output_rows`` calls `exchange_rows`, or
+        `exchange_counts` first.
+
+        If the inputs of all ranks of a node lie in windows (`empty`), each rank copies its rows from there, without a
+        message. If a group with windows spans nodes, a rank sends one message to each other node.
+        """
+        known = self._calls.known if stream is None else None
+        if known is not None and known.rows("all_to_all_v", output, input, output_rows, input_rows):
+            return DONE
+        output, input = checked_uneven(self, "all_to_all_v", output, input)
+        received = checked_rows(self, "all_to_all_v", "output_rows", output_rows, output)
+        sent = checked_rows(self, "all_to_all_v", "input_rows", input_rows, input)
+        return self._calls.run(ALL_TO_ALL_V, (output, input, received, sent), stream)
+
+    def exchange_rows(self: Caller, output: TensorLike, input: TensorLike, input_rows: Sequence[int]) -> list[int]:
+        """Do an `all_to_all_v` of ranks that do not know how many rows they get. Returns how many come from each rank.
+
+        output: [n, ...], where n is at least the number of rows that come; those after them stay as they are. The
+        counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, in
+        windows on all ranks of the node.
+        """
+        received: list[int] = []
+        known = self._calls.known
+        if known is not None and known.rows("all_to_all_v", output, input, received, input_rows):
+            return received
+        output, input = checked_uneven(self, "exchange_rows", output, input)
+        sent = checked_rows(self, "exchange_rows", "input_rows", input_rows, input)
+        if output.is_cpu:
+            self._calls.run(ALL_TO_ALL_V, (output, input, received, sent), None)
+            return received
+        received.extend(_exchanged(self, sent))
+        problem = too_many(received, output)
+        whole = output if problem is None else output.new_empty((sum(received), *output.shape[1:]))
+        self._calls.run(ALL_TO_ALL_V, (whole[: sum(received)], input, tuple(received), sent), None)
+        if problem is not None:
+            raise call_error(self, "exchange_rows", problem)
+        return received
+
+    def exchange_counts(self: Caller, counts: Sequence[int]) -> tuple[int, ...]:
+        """Tell each rank a number: ``counts[r]`` to rank r. Returns the number that each rank tells this one.
+
+        Before an `all_to_all_v` it tells how many rows come, so that each rank can make an output of as many. It is an
+        `all_to_all` of one int64 a rank on the host, and blocks.
+        """
+        try:
+            sent = [operator.index(count) for count in counts]
+        except TypeError:
+            raise call_error(self, "exchange_counts", f"counts={counts!r} must be integers") from None
+        if len(sent) != self.size:
+            raise call_error(self, "exchange_counts", f"there are {len(sent)} counts for {self.size} ranks")
+        return _exchanged(self, sent)
+
+
+def _exchanged(group: Caller, counts: Sequence[int]) -> tuple[int, ...]:
+    sent = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    received = torch.empty_like(sent)
+    group._calls.run(ALL_TO_ALL, (received, sent), None)
+    return tuple(received.tolist())
