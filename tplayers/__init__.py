@@ -55,6 +55,7 @@ from .movement.halo import shift as shift
 from .movement.operators import all_gather as all_gather
 from .movement.operators import all_reduce as all_reduce
 from .movement.operators import all_to_all as all_to_all
+from .movement.operators import all_to_all_v as all_to_all_v
 from .movement.operators import broadcast as broadcast
 from .movement.operators import gather as gather
 from .movement.operators import reduce_scatter as reduce_scatter

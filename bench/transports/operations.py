@@ -129,7 +129,7 @@ class CollectiveCall:
         if self.operation == "barrier":
             return 0.0
         if self.operation == "all_to_all_v":
-            return skews.slowest(self.rows) / self.whole
+            return cost.busiest(self.rows) / self.whole
         if self.operation == "all_gather_v":
             return 1 - min(map(sum, self.rows)) / self.whole
         return cost.bus_factor(FACTOR_OF.get(self.operation, self.operation), self.ranks)

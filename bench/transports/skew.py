@@ -68,8 +68,12 @@ def matrix(name: str, ranks: int, largest: int) -> Matrix:
     """
     split = shares(name, ranks)
     widest = max(1.0, *(sum(row[rank] for row in split) for rank in range(ranks)))
-    each = int(largest / widest)
-    return tuple(_rounded([share * each for share in row], each) for row in split)
+    return of_tokens(name, ranks, int(largest / widest))
+
+
+def of_tokens(name: str, ranks: int, each: int) -> Matrix:
+    """The elements, or the rows, that each rank sends to each rank when every rank sends ``each``."""
+    return tuple(_rounded([share * each for share in row], each) for row in shares(name, ranks))
 
 
 def parts(name: str, ranks: int, total: int) -> tuple[int, ...]:
@@ -86,11 +90,3 @@ def _rounded(parts: Sequence[float], total: int) -> tuple[int, ...]:
         bounds.append(round(reached))
     bounds[-1] = total
     return tuple(high - low for low, high in pairwise(bounds))
-
-
-def slowest(rows: Matrix) -> int:
-    """The elements that the busiest rank sends to other ranks, or receives from them, whichever is more."""
-    ranks = range(len(rows))
-    sent = [sum(rows[one]) - rows[one][one] for one in ranks]
-    received = [sum(row[one] for row in rows) - rows[one][one] for one in ranks]
-    return max(*sent, *received)

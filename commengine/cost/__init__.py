@@ -20,6 +20,13 @@ from .collectives import bus_factor as bus_factor
 from .collectives import collective as collective
 from .context import context_collectives as context_collectives
 from .context import copies_of_groups as copies_of_groups
+from .experts import all_to_all_seconds as all_to_all_seconds
+from .experts import busiest as busiest
+from .experts import gathered_seconds as gathered_seconds
+from .experts import linear_crossover as linear_crossover
+from .experts import link_crossover as link_crossover
+from .experts import there_and_back_seconds as there_and_back_seconds
+from .experts import uneven_all_to_all as uneven_all_to_all
 from .fitted import FittedModel as FittedModel
 from .fitted import Segment as Segment
 from .generation import generation_collectives as generation_collectives

@@ -217,6 +217,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "all_gather": of_operator(tplayers.all_gather, 2, 3),
     "all_reduce": of_operator(tplayers.all_reduce, 2, 3),
     "all_to_all": of_operator(lambda x, comm: tplayers.all_to_all(x, comm, 0, 1), 4, 3),
+    "all_to_all_v": of_operator(
+        lambda x, comm: tplayers.all_to_all_v(x, comm, [4 - comm.size + 1, *[1] * (comm.size - 1)])[0], 4, 3
+    ),
     "broadcast": of_operator(tplayers.broadcast, 2, 3),
     "gather": of_operator(tplayers.gather, 2, 3),
     "reduce_scatter": of_operator(tplayers.reduce_scatter, 4, 3),
@@ -237,7 +240,7 @@ DIFFERENTIATES = {
     "LayerNorm", "ReplicatedLinear", "class_cross_entropy", "dropout", "FieldConv", "FieldConvTranspose",
     "FieldMaxPool", "FieldAvgPool", "FieldUpsample", "FieldBatchNorm", "FieldBatchNorm, plain",
     "FieldBatchNorm, 1 axis", "FieldGroupNorm", "FieldLayerNorm", "SpectralConv", "UNet", "UNet, in groups", "FNO",
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "halo_accumulate", "halo_exchange",
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_v", "broadcast", "gather", "halo_accumulate", "halo_exchange",
     "reduce_scatter", "repartition", "scatter", "shift", "sum_reduce",
 }  # fmt: skip
 STEP = 1e-6

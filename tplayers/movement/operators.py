@@ -15,6 +15,7 @@ gather              the root gets all parts                       scatter
 scatter             every rank gets its part of the root's        gather
 all_to_all          parts along one dimension become parts along  all_to_all, the other way
                     another one
+all_to_all_v        some rows for each rank                       all_to_all_v, the other way
 shift               every rank gets the block of a neighbour      shift by the opposite step
 halo_exchange       strips of the neighbours surround the block   halo_accumulate
 halo_accumulate     the strips are added to their origins         halo_exchange
@@ -161,6 +162,38 @@ def all_to_all(
     whole[concat] = (sum(given.sizes),)
     target = Decomposition((*whole[:split], parts, *whole[split + 1 :]))
     return transfer(taking_part(x, given), repartition_plan(source, target, comm.rank), comm)
+
+
+def all_to_all_v(x: Tensor, comm: Communicator, input_rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """Send ``input_rows[r]`` rows of ``x`` to rank r. Returns the rows that come, and how many from each rank.
+
+    x: [sum of input_rows, ...]; the rows of all ranks have one shape. The result is [sum of the counts, ...], in rank
+    order. The ranks tell each other the counts first. Raises ValueError on every rank if those of one do not fit.
+    """
+    given = compare("all_to_all_v", x, comm, along=0)
+    given.dim(0)
+    fits = len(input_rows) == comm.size and min(input_rows) >= 0 and sum(input_rows) == x.shape[0]
+    sent = tuple(input_rows) if fits else (-1,) * comm.size
+    received = comm.exchange_counts(sent)
+    if wrong := [rank for rank, count in enumerate(received) if count < 0]:
+        said = f"{list(input_rows)} for {x.shape[0]} rows" if wrong[0] == comm.rank else "others"
+        raise ValueError(
+            f"all_to_all_v: input_rows must be {comm.size} numbers of at least 0, one for each rank, that add up to "
+            f"the rows of x; rank {wrong[0]} gave {said}"
+        )
+
+    def moved(x: Tensor, rows: Sequence[int], to: Sequence[int]) -> Tensor:
+        out = x.new_empty((sum(rows), *x.shape[1:]))
+        comm.all_to_all_v(out, x.resolve_conj().resolve_neg().contiguous(), rows, to)
+        return out
+
+    def forward(x: Tensor) -> Tensor:
+        return moved(x, received, sent)
+
+    def transposed(y: Tensor) -> Tensor:
+        return moved(y, sent, received)
+
+    return apply_pair(taking_part(x, given), forward, transposed), received
 
 
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:

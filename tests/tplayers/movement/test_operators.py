@@ -15,6 +15,7 @@ from tplayers.movement.operators import (
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_v,
     broadcast,
     gather,
     reduce_scatter,
@@ -126,6 +127,27 @@ def test_gather_and_scatter(groups, dtype, dim):
             assert_differentiates_twice(gathered, parts[group.rank].shape, group, dtype)
             even = scatter(whole if on_root else None, group, root, dim)
             assert torch.equal(even, torch.tensor_split(whole, group.size, dim)[group.rank])
+
+
+@by_dtype
+def test_all_to_all_v(groups, dtype):
+    """Counts with zeros; a rank that sends nothing, and one that gets nothing."""
+    for group in groups:
+        n, me = group.size, group.rank
+        for counts in (
+            [[(rank + 2 * to) % 3 for to in range(n)] for rank in range(n)],
+            [[(rank != 0) * (to != n - 1) * 2 for to in range(n)] for rank in range(n)],
+        ):
+            parts = [random((sum(mine), 3), dtype, rank) for rank, mine in enumerate(counts)]
+            right = torch.cat([part.split(mine)[me] for part, mine in zip(parts, counts, strict=True)])
+
+            def moved(x, group=group, mine=counts[me]):
+                return all_to_all_v(x, group, mine)[0]
+
+            assert all_to_all_v(parts[me], group, counts[me])[1] == tuple(mine[me] for mine in counts)
+            assert torch.equal(assert_dot_product(moved, parts[me], group), right)
+            check_gradients(moved, parts[me].shape, group, dtype)
+            assert_differentiates_twice(moved, parts[me].shape, group, dtype)
 
 
 @by_dtype
@@ -249,6 +271,9 @@ def test_bad_input_is_an_error_on_every_rank(world):
         scatter(x, world, sizes=[1] * (world.size + 2))
     with pytest.raises(ValueError, match="are the same dimension"):
         all_to_all(x, world, 0, -2)
+    rows = [2 + (world.rank == world.size - 1)] + [0] * (world.size - 1)
+    with pytest.raises(ValueError, match=rf"all_to_all_v: input_rows .*; rank {world.size - 1} gave"):
+        all_to_all_v(x, world, rows)
     if world.size > 1:
         with pytest.raises(
             ValueError, match=r"all_reduce: the ranks' tensors must be alike; by rank they are \[2, 3\]"

@@ -6,7 +6,16 @@ import torch
 from commengine import CartesianGrid
 from tests.support.adjoints import assert_forward_mode
 from tplayers.movement.halo import halo_accumulate, plan_halo
-from tplayers.movement.operators import all_gather, all_reduce, all_to_all, broadcast, gather, scatter, sum_reduce
+from tplayers.movement.operators import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_v,
+    broadcast,
+    gather,
+    scatter,
+    sum_reduce,
+)
 from tplayers.movement.plan import PADDINGS
 from tplayers.movement.transfer import transfer
 
@@ -37,4 +46,6 @@ def test_collectives(groups):
         assert_forward_mode(lambda x, g=group: broadcast(x, g), (3, 2) if first else (0,), group)
         assert_forward_mode(lambda x, g=group: scatter(x, g), (5, 2) if first else (0, 2), group)
         assert_forward_mode(lambda x, g=group: gather(all_reduce(x, g), g), (3, 2), group, torch.complex128)
+        some = [4 - group.size + 1] + [1] * (group.size - 1)
+        assert_forward_mode(lambda x, g=group, some=some: all_to_all_v(x, g, some)[0], (4, 2), group)
         assert_forward_mode(lambda x, g=group: sum_reduce(all_gather(all_to_all(x, g, 1, 0), g, 1), g), (2, 4), group)
