@@ -5,7 +5,7 @@
 | window     | tensors that lie in windows, inside one node   | `in_window`         |
 | slots      | private tensors, inside one node               | `in_slots`          |
 | two levels | reductions of a group that spans nodes         | `in_two_levels`     |
-| windows    | numbers of rows, in a group that has windows   | `in_windows`        |
+| node       | numbers of rows, on ranks that share memory    | `in_node`           |
 | MPI        | everything else                                | `by_mpi`            |
 
 The form of a call is its operation, the shapes and dtypes of its tensors and its other arguments. A table of switch
@@ -117,28 +117,34 @@ class Routes:
         if operation.in_memory and self._shared is not None:
             run = self._through_memory(operation, args, run, self._shared)
         elif isinstance(operation, UnevenOperation) and self._shared is not None:
-            run = self._through_windows(operation, run, self._shared)
+            run = self._through_node(operation, run, self._shared)
         return run
 
-    def _through_windows(self, operation: UnevenOperation, by_mpi: Run, shared: SharedTensors) -> Run:
-        """Return what runs an operation with numbers of rows: the ranks tell them each other where there are windows.
+    def _through_node(self, operation: UnevenOperation, by_mpi: Run, shared: SharedTensors) -> Run:
+        """Return what runs an operation with numbers of rows on ranks that share memory.
 
-        Its sizes differ between the ranks, so they cannot decide; the ranks of a node compare where their inputs lie.
+        Its sizes differ between the ranks, so no size decides: the ranks of a node tell each other where their inputs
+        lie. Between nodes MPI is as fast unless there are windows.
         """
         windows, find = shared.segments, shared.find
-        by_windows: Run | None = None
+        in_node: Run | None = None
 
         def run(*args: Any) -> None:
-            nonlocal by_windows
-            if not windows:
+            nonlocal in_node
+            if not windows and (operation.needs_windows or not self._alone()):
                 by_mpi(*args)
                 return
-            if by_windows is None:
+            if in_node is None:
                 memory = self.open()
-                by_windows = without_place(by_mpi) if memory is None else operation.in_windows(memory, by_mpi, *args)
-            by_windows(number_of(find(args[1]), args[1]), *args)
+                in_node = without_place(by_mpi) if memory is None else operation.in_node(memory, by_mpi, *args)
+            in_node(number_of(find(args[1]), args[1]), *args)
 
         return run
+
+    def _alone(self) -> bool:
+        """Whether the group's ranks share one node. Collective the first time."""
+        node = None if self._shared is None else self._shared.node
+        return node is not None and node.alone
 
     def _through_memory(self, operation: Operation, args: tuple[Any, ...], by_mpi: Run, shared: SharedTensors) -> Run:
         """Return what takes the way through memory where that is faster, and ``by_mpi`` elsewhere."""

@@ -6,7 +6,7 @@
 | `by_mpi`                               | how MPI moves host tensors                                               |
 | `in_window`, `in_slots`                | how the ranks of a node do, in shared memory                             |
 | `in_two_levels`                        | how a group that spans nodes reduces                                     |
-| `in_windows`                           | of operations with numbers of rows: how windows carry them               |
+| `in_node`                              | of operations with numbers of rows: how the ranks of a node do           |
 | `by_nccl`                              | how NCCL moves device tensors                                            |
 | the class with the public method       | its arguments, its checks, and the call                                  |
 

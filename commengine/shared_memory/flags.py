@@ -182,7 +182,11 @@ class Flags:
 
     def _unfit(self, mine: str | None) -> CollectiveMismatch:
         found = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[_UNFIT] == self._round]
-        member, said = self._group, mine or f"{ranks_named(found)} found numbers of rows that do not fit"
+        return self.mismatch(mine or f"{ranks_named(found)} found numbers of rows that do not fit")
+
+    def mismatch(self, said: str) -> CollectiveMismatch:
+        """The error of this rank that says ``said``."""
+        member = self._group
         return CollectiveMismatch(f"rank {member.rank} of group {member.name!r} (size {member.size}): {said}")
 
     def _mismatch(self, word: int) -> CollectiveMismatch:

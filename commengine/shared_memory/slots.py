@@ -44,7 +44,7 @@ class Slots:
     def __init__(self, flags: Flags, segment: SharedSegment) -> None:
         self.flags, self.rank, self.size = flags, flags.rank, flags.size
         self.slot_bytes, self._slots = SLOT_BYTES, SLOTS
-        self._bytes, self._memory = segment.parts, segment.memory
+        self._bytes, self._memory, self._addresses = segment.parts, segment.memory, segment.addresses
         self._address = load_mpi().memory.fromaddress
         self._views: dict[tuple[object, ...], Tensor] = {}
         self.chunks = 0  # of all collectives so far
@@ -71,6 +71,18 @@ class Slots:
                     flags.begin(operation, PRIVATE, nbytes, how)
                 take(chunk, slot)
         self.chunks = first + count
+
+    def address(self, rank: int, chunk: int = 0) -> int:
+        """The address of the slot of ``rank`` in which chunk number ``chunk`` of the present collective lies."""
+        return self._addresses[rank] + (self.chunks + chunk + 1) % self._slots * self.slot_bytes
+
+    def post(self, stage: int, chunk: int) -> None:
+        """Tell the other ranks that this rank has done ``stage`` of a chunk of the present collective."""
+        self.flags.post(stage, self.chunks + chunk + 1)
+
+    def wait_for(self, stage: int, chunk: int) -> None:
+        """Wait until every other rank has done ``stage`` of a chunk of the present collective."""
+        self.flags.wait_for(stage, self.chunks + chunk + 1)
 
     def put(self, source: memoryview, slot: int, offset: int = 0) -> None:
         """Copy ``source`` to byte ``offset`` of a slot of this rank."""

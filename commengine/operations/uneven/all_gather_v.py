@@ -33,7 +33,7 @@ Rows = tuple[int, ...]
 class AllGatherV(UnevenOperation):
     """The row of `all_gather_v`, and its ways."""
 
-    name = "all_gather_v"
+    name, needs_windows = "all_gather_v", True
     arguments, counted = ("output", "input", "rows"), "output"
 
     def by_mpi(self, wire: MpiWire, output: Tensor, input: Tensor, rows: Rows) -> Run:
@@ -49,7 +49,7 @@ class AllGatherV(UnevenOperation):
 
         return run
 
-    def in_windows(self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, rows: Rows) -> Run:
+    def in_node(self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, rows: Rows) -> Run:
         if memory.across is not None:
             return without_place(by_mpi)
         flags, width, me, windows = memory.flags, row_bytes_of(input), memory.rank, memory.windows
@@ -72,7 +72,8 @@ class AllGatherV(UnevenOperation):
                     return
                 target = output.data_ptr()
                 for peer, count in enumerate(rows):
-                    copy_bytes(target, windows.address_of(places[peer], peer), count * width)
+                    if count:  # an empty input lies anywhere
+                        copy_bytes(target, windows.address_of(places[peer], peer), count * width)
                     target += count * width
             finally:
                 flags.meet_unless(unfit)

@@ -19,6 +19,7 @@ from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 from commengine.stream import DONE, Stream, Work
 
+from .handed import hand_out, take_chunks
 from .rows import (
     UnevenOperation,
     checked_rows,
@@ -58,38 +59,70 @@ class AllToAllV(UnevenOperation):
 
         return run
 
-    def in_windows(
+    def in_node(
         self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, output_rows: Received,
         input_rows: Rows,
     ) -> Run:  # fmt: skip
         if memory.across is not None:
             return functools.partial(in_two_levels, memory) if memory.node.in_order else without_place(by_mpi)
-        flags, width, me = memory.flags, row_bytes_of(input), memory.rank
+        flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
         words, told = flags.words_of(self.name, width, input.dtype), flags.told
-        address_of, end = memory.windows.address_of, flags.meet_unless
+        most = 0 if slots is None else slots.slot_bytes
+        address_of = memory.windows.address_of
 
         def run(number: int, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
-            at = flags.begin_uneven(words, number, input_rows) + me
-            unfit = None
+            source = input.data_ptr()
+            if number == PRIVATE and slots is not None:
+                flags.refuse_child()  # the slot is filled before the ranks compare their calls
+                hand_out(slots, source, input_rows, width, 0)
+            first = flags.begin_uneven(words, number, input_rows)
+            at, place = first + me, flags.place
+            counts, longest, windows = [], 0, False
+            for peer, one in enumerate(told):
+                counts.append(one[at + 1] - one[at])
+                if one[place] != PRIVATE:
+                    windows = True
+                else:  # the rows that it hands out, and one more, so that none are some
+                    handed = one[first + len(told)] - one[first + peer + 1] + one[first + peer] + 1
+                    longest = max(longest, handed)
+            unfit = _unfit(counts, output_rows, output)
+            if unfit is not None and longest:  # the others hand out rows, and must not wait for this rank
+                output = output.new_empty((sum(counts), *output.shape[1:]))
             try:
-                counts = [one[at + 1] - one[at] for one in told]
-                unfit = _unfit(counts, output_rows, output)
-                place = flags.place
-                places = [one[place] for one in told]
-                if PRIVATE in places:
-                    if unfit is not None:  # the others send, and must not wait for this rank
-                        output = output.new_empty((sum(counts), *output.shape[1:]))
-                    by_mpi(output, input, tuple(counts), input_rows)
-                    return
-                if unfit is not None:
-                    return
                 target = output.data_ptr()
-                for peer, count in enumerate(counts):
-                    nbytes = count * width
-                    copy_bytes(target, address_of(places[peer], peer) + told[peer][at] * width, nbytes)
-                    target += nbytes
+                if longest and slots is None:
+                    by_mpi(output, input, tuple(counts), input_rows)
+                elif longest or unfit is None:
+                    large = (longest - 1) * width > most
+                    for peer, one in enumerate(told):
+                        begin, nbytes, where = one[at], counts[peer] * width, one[place]
+                        if not nbytes:  # an empty input lies anywhere
+                            continue
+                        if peer == me:
+                            base = source
+                        elif where != PRIVATE:
+                            base = address_of(where, peer)
+                        elif large:
+                            target += nbytes
+                            continue
+                        else:
+                            assert slots is not None
+                            base = slots.address(peer)
+                            if peer < me:
+                                begin -= one[first + peer + 1] - one[first + peer]
+                        copy_bytes(target, base + begin * width, nbytes)
+                        target += nbytes
+                    if large:
+                        assert slots is not None
+                        take_chunks(slots, told, first, place, (output.data_ptr(), source), input_rows, width)
+                    elif longest:
+                        assert slots is not None
+                        slots.chunks += 1
             finally:
-                end(unfit)
+                if windows:
+                    flags.meet_unless(unfit)
+            if unfit is not None:
+                raise flags.mismatch(unfit)
 
         return run
 
@@ -131,13 +164,14 @@ class AllToAllVCall:
         """Send ``input_rows[j]`` rows of ``input`` to rank j; get ``output_rows[j]`` rows from rank j in ``output``.
 
         output: [sum of output_rows, ...]; input: [sum of input_rows, ...]; rows of one shape and dtype. The rows for
-        and from the ranks lie in rank order. ``output_rows[j]`` of rank i must be ``input_rows[i]`` of rank j. A group
-        with windows compares them on a node, and raises CollectiveMismatch on its ranks; so does ``checked=True`` on
-        all ranks, as CollectiveError. A rank that does not know its ``output_rows`` calls `exchange_rows`, or
-        `exchange_counts` first.
+        and from the ranks lie in rank order. ``output_rows[j]`` of rank i must be ``input_rows[i]`` of rank j. Inside a
+        node the ranks compare them: one whose numbers do not fit raises CollectiveMismatch, and all do where an input
+        lies in a window. With ``checked=True`` all ranks raise CollectiveError. A rank that does not know its
+        ``output_rows`` calls `exchange_rows`, or `exchange_counts` first.
 
-        If the inputs of all ranks of a node lie in windows (`empty`), each rank copies its rows from there, without a
-        message. If a group with windows spans nodes, a rank sends one message to each other node.
+        Inside a node the rows go through shared memory: each rank copies those from windows (`empty`) from where they
+        lie, and private tensors take one copy more. If a group with windows spans nodes, a rank sends one message to
+        each other node.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.rows("all_to_all_v", output, input, output_rows, input_rows):
@@ -151,8 +185,8 @@ class AllToAllVCall:
         """Do an `all_to_all_v` of ranks that do not know how many rows they get. Returns how many come from each rank.
 
         output: [n, ...], where n is at least the number of rows that come; those after them stay as they are. The
-        counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, in
-        windows on all ranks of the node.
+        counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, and on
+        all ranks of a node where an input lies in a window.
         """
         received: list[int] = []
         known = self._calls.known

@@ -36,13 +36,15 @@ class UnevenOperation(Operation):
     """An operation with numbers of rows. It has a way through windows: each rank copies its rows from the inputs."""
 
     uneven = True
+    #: whether it goes by MPI in a group without windows
+    needs_windows = False
 
     def form(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         output: Tensor = args[0]
         return self.name, output.dtype, output.shape[1:]
 
-    def in_windows(self, memory: SequenceMemory, by_mpi: Run, *args: Any) -> Run:
-        """Return what runs calls on a group that has windows: through them if all inputs lie there, and by MPI else.
+    def in_node(self, memory: SequenceMemory, by_mpi: Run, *args: Any) -> Run:
+        """Return what runs calls on ranks that share memory: through windows or slots, and by MPI else.
 
         It gets the number of the place of the input, before the operation's arguments (`number_of`).
         """
@@ -83,7 +85,7 @@ def row_bytes_of(tensor: Tensor) -> int:
 
 
 def without_place(run: Run) -> Run:
-    """Return ``run`` as one of `UnevenOperation.in_windows`."""
+    """Return ``run`` as one of `UnevenOperation.in_node`."""
     return lambda number, *args: run(*args)
 
 

@@ -66,15 +66,12 @@ def test_a_window_sends_no_message(shared):
         comm._calls.host.wire.calls = calls
 
 
-@pytest.mark.parametrize("in_window", [True, False])
-def test_rows_that_do_not_fit_are_an_error_on_every_rank(shared, in_window):
-    """Also on ranks whose own numbers fit; the next call is right."""
+def test_rows_that_do_not_fit_are_an_error_on_every_rank(shared):
+    """Also on ranks whose own numbers fit; the next call is right. x lies in a window."""
     comm, window = shared
     n, me = comm.size, comm.rank
-    x = (window if in_window else torch.zeros(100))[: 2 * n].fill_(me)
-    wrong = [2] * n
-    if me == 1:
-        wrong = [3, *wrong[1:]]
+    x = window[: 2 * n].fill_(me)
+    wrong = [3 if me == 1 and rank == 0 else 2 for rank in range(n)]
     y = torch.empty(sum(wrong))
     said = "rank 0 sends 2 rows, and output_rows say 3" if me == 1 else "rank 1 found numbers of rows that do not fit"
     with pytest.raises(CollectiveMismatch, match=said):
@@ -87,6 +84,44 @@ def test_rows_that_do_not_fit_are_an_error_on_every_rank(shared, in_window):
         comm.all_gather_v(torch.empty(sum(rows)), x[: rows[me]], rows)
     comm.all_to_all_v(y[: 2 * n], x, [2] * n, [2] * n)
     assert y[: 2 * n].tolist() == [rank for rank in range(n) for _ in range(2)]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_of_private_tensors_that_do_not_fit_are_an_error_on_their_rank(shared, large):
+    """The other ranks have the rows, and wait for nobody. large: they go through a slot in several chunks."""
+    comm, _ = shared
+    n, me, each = comm.size, comm.rank, 400_000 if large else 2
+    x = torch.full((each * n,), float(me))
+    for rank in range(n):
+        wrong = [each + (me == rank and other == 0) for other in range(n)]
+        y = torch.zeros(sum(wrong))
+        if me == rank:
+            with pytest.raises(CollectiveMismatch, match=f"rank 0 sends {each} rows, and output_rows say {each + 1}"):
+                comm.all_to_all_v(y, x, wrong, [each] * n)
+            assert not y.any()
+        else:
+            comm.all_to_all_v(y, x, wrong, [each] * n)
+            assert torch.equal(y, torch.arange(n).float().repeat_interleave(each))
+
+
+def test_large_rows_of_private_tensors(shared):
+    """Several chunks of a slot, some ranks with inputs in windows, some with none, and at odd places."""
+    comm, window = shared
+    n, me, draw = comm.size, comm.rank, random.Random(7)
+    for case in range(12):
+        counts = [[draw.choice((0, 1, 130_999, 262_145, 300_000)) for _ in range(n)] for _ in range(n)]
+        if case % 3 == 0:  # one rank's input is small, and lies in a window
+            counts[case % n] = [draw.randrange(5000) for _ in range(n)]
+        starts = [draw.randrange(5) for _ in range(n)]
+        inputs = [torch.arange(sum(c)) % 8191 + 10_000.0 * k for k, c in enumerate(counts)]
+        mine = torch.empty(len(inputs[me]) + 5)[starts[me] :][: len(inputs[me])].copy_(inputs[me])
+        if case % 3 == 0 and me == case % n:
+            mine = window[: len(mine)].copy_(mine)
+        right = torch.cat([one.split(c)[me] for one, c in zip(inputs, counts, strict=True)])
+        output = torch.empty_like(right)
+        comm.all_to_all_v(output, mine, [c[me] for c in counts], counts[me])
+        mine.fill_(-1)
+        assert torch.equal(output, right), case
 
 
 def test_an_output_that_is_too_small_stops_no_other_rank(mpi_world):
