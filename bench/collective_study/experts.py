@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from bench.collective_study.measuring import place_of
+from bench.collective_study.switch_points import SwitchedEngine
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
@@ -33,7 +34,6 @@ from bench.timing.sampling import Stopping, Timed, Times
 from bench.transports import skew
 from bench.transports.in_process import timed
 from bench.transports.operations import CollectiveCall
-from bench.transports.variants import TRANSPORTS
 from commengine import Communicator, UsageError, cost
 from commengine.cost import FittedModel
 from commengine.rank_zero import on_rank_zero
@@ -42,7 +42,7 @@ from trainers.options import AT_LEAST_ONE, SECONDS, OneLineParser
 COMMAND = "bench.collectives --only experts"
 #: the even collectives that are measured alone, and the factors of their sizes over the bytes of a rank's rows
 ALONE = ("all_to_all_v", "all_gather", "reduce_scatter")
-FACTORS = (1 / 16, 1 / 4, 1, 4, 16)
+FACTORS = (1 / 64, 1 / 4, 1, 1.5, 2, 3, 4, 8, 16)
 
 
 def parser() -> OneLineParser:
@@ -71,18 +71,18 @@ class Way:
 
 
 class Ways:
-    """The two ways of moving rows on ``comm``, in tensors that are large enough for every matrix of ``rows``.
+    """The two ways of moving rows on ``comm``, in the memory of the collectives that are measured alone.
 
-    tokens, hidden: the rows of a rank and their elements. Collective.
+    memory: two buffers, which hold the rows that are sent and those that arrive. Pages of memory differ in speed, so
+    other memory would be other measurements. tokens, hidden: the rows of a rank and their elements.
     """
 
-    def __init__(self, comm: Communicator, tokens: int, hidden: int, most: int, *, windows: bool) -> None:
-        def memory(rows: int) -> torch.Tensor:
-            return comm.empty((rows, hidden)).zero_() if windows else torch.zeros(rows, hidden)
-
+    def __init__(self, comm: Communicator, memory: tuple[torch.Tensor, torch.Tensor], tokens: int, hidden: int) -> None:
         self._comm, self._tokens = comm, tokens
-        self._given, self._arrived = memory(most * tokens), memory(most * tokens * comm.size)
-        self._returned, self._whole = torch.zeros(most * tokens, hidden), memory(tokens * comm.size)
+        self._given, self._arrived = (
+            one[: one.numel() // (4 * hidden) * 4 * hidden].view(torch.float32).view(-1, hidden) for one in memory
+        )
+        self._returned = torch.zeros_like(self._given)
 
     def sent(self, rows: Sequence[int]) -> None:
         """Each row to its experts, and the results back. rows: of this rank, to each rank."""
@@ -92,8 +92,9 @@ class Ways:
 
     def gathered(self) -> None:
         """The rows of all ranks to all ranks, and the sums of the results back."""
-        self._comm.all_gather(self._whole, self._given[: self._tokens])
-        self._comm.reduce_scatter(self._returned[: self._tokens], self._whole)
+        whole = self._arrived[: self._tokens * self._comm.size]
+        self._comm.all_gather(whole, self._given[: self._tokens])
+        self._comm.reduce_scatter(self._returned[: self._tokens], whole)
 
 
 def fitted(times: dict[tuple[str, int], float], ranks: int) -> FittedModel:
@@ -123,22 +124,24 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
     calls = [CollectiveCall.of(name, torch.float32, "sum", 0, world.size, size) for name in ALONE for size in sizes]
     cells = [(name, k) for name in given["skew"] for k in range(1, given["most"] + 1)]
     matrices = [skew.of_tokens(name, world.size, k * tokens) for name, k in cells]
-    alone = TRANSPORTS[given["transport"]](world, max(call.nbytes for call in calls))
+    most = 4 * hidden * max(sum(row[rank] for row in matrix) for matrix in matrices for rank in range(world.size))
     with Communicator(world.mpi, device="cpu") as comm:
-        ways = Ways(comm, tokens, hidden, given["most"], windows=given["transport"] == "shared")
-        timed_ways: list[Timed] = [alone.bind(call, False) for call in calls]
+        capacity = max(most, *(call.nbytes for call in calls))
+        engine = SwitchedEngine(comm, capacity, "alone", window=given["transport"] == "shared")
+        ways = Ways(comm, engine.memory, tokens, hidden)
+        timed_ways: list[Timed] = [engine.bind(call, False) for call in calls]
         timed_ways += [Way(partial(ways.sent, matrix[world.rank]), world.mpi.Barrier) for matrix in matrices]
         timed_ways.append(Way(ways.gathered, world.mpi.Barrier))
         medians = [float(np.median(one.seconds)) for one in place.sample(timed_ways, seed=1)]
         timed_ways.clear()
         del ways
-    alone.close()
+        engine.close()
     model = fitted(
         {(call.operation, call.nbytes): spent for call, spent in zip(calls, medians, strict=False)}, world.size
     )
     rows: list[dict[str, Any]] = []
     for (name, k), matrix, spent in zip(cells, matrices, medians[len(calls) : -1], strict=True):
-        there, gathered = predicted(model, matrix, tokens, hidden)
+        there, gathered = predicted(model, matrix, tokens, hidden, one_node=not place.by_clock)
         rows.append({
             "skew": name, "k": k, "sent_s": spent, "gathered_s": medians[-1], "predicted_sent_s": there,
             "predicted_gathered_s": gathered, "busiest_bytes": 4 * hidden * cost.busiest(matrix),
@@ -147,10 +150,13 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
     on_rank_zero(world, lambda: _conclude(given, result))
 
 
-def predicted(model: FittedModel, matrix: skew.Matrix, tokens: int, hidden: int) -> tuple[float, float]:
+def predicted(
+    model: FittedModel, matrix: skew.Matrix, tokens: int, hidden: int, *, one_node: bool
+) -> tuple[float, float]:
     """The seconds of both ways by the model: there and back, and gathered."""
     sent = [[4.0 * hidden * count for count in row] for row in matrix]
-    return cost.there_and_back_seconds(model, sent), cost.gathered_seconds(model, 4.0 * hidden * tokens, len(matrix))
+    there = cost.there_and_back_seconds(model, sent, shared_memory=one_node)
+    return there, cost.gathered_seconds(model, 4.0 * hidden * tokens, len(matrix))
 
 
 def crossovers(rows: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:

@@ -134,6 +134,11 @@ class LocalTransport(Transport):
         self._rank, self.meet = rank, meet
         self._buffers = Buffers(send, recv)
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """The two buffers, uint8 [capacity]: those that calls send from, and receive in."""
+        return self._buffers.memory
+
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         if call.operation not in self.operations:
             raise ValueError(f"{self.name} does not run {call.operation}")

@@ -242,6 +242,11 @@ class Buffers:
     def __init__(self, send: Tensor, recv: Tensor) -> None:
         self._send, self._recv = send, recv
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """Both, whole."""
+        return self._send, self._recv
+
     def views(self, call: CollectiveCall, rank: int, in_place: bool) -> tuple[Tensor, Tensor]:
         """(input, output) of a call on this rank.
 

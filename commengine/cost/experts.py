@@ -49,20 +49,27 @@ def uneven_all_to_all(sent: Sequence[Sequence[float]], algorithm: str = "direct"
     raise ValueError(f"all_to_all_v has no algorithm {algorithm!r}: there are direct, ring")
 
 
-def all_to_all_seconds(model: FittedModel, sent: Sequence[Sequence[float]]) -> float:
+def all_to_all_seconds(model: FittedModel, sent: Sequence[Sequence[float]], *, shared_memory: bool = False) -> float:
     """Return the seconds of an all_to_all_v by a model of even all-to-alls.
 
-    It takes as long as the even one in which every rank sends as much as here the busiest one.
+    It takes as long as the even one in which every rank sends as much to others as here the busiest one. shared_memory:
+    every rank copies all that it receives, and its own part like any other; so it takes as long as the even one in
+    which every rank receives as much as here the one that receives most.
     """
     p = len(sent)
-    return 0.0 if p == 1 else model.seconds("all_to_all", busiest(sent) * p / (p - 1), p)
+    if p == 1:
+        return 0.0
+    even = max(sum(row[rank] for row in sent) for rank in range(p)) if shared_memory else busiest(sent) * p / (p - 1)
+    return model.seconds("all_to_all", even, p)
 
 
-def there_and_back_seconds(model: FittedModel, sent: Sequence[Sequence[float]]) -> float:
+def there_and_back_seconds(
+    model: FittedModel, sent: Sequence[Sequence[float]], *, shared_memory: bool = False
+) -> float:
     """Return the seconds for rows to experts and their results back, with the exchange of the counts."""
     back = [list(column) for column in zip(*sent, strict=True)]
     counts = [[COUNT_BYTES] * len(sent)] * len(sent)
-    return sum(all_to_all_seconds(model, one) for one in (counts, sent, back))
+    return sum(all_to_all_seconds(model, one, shared_memory=shared_memory) for one in (counts, sent, back))
 
 
 def gathered_seconds(model: FittedModel, part: float, ranks: int) -> float:

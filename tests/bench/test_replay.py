@@ -362,3 +362,51 @@ def test_a_trace_without_times_has_no_time_in_the_step():
     assert without.endswith("| 1 |  | 2.000 | - |") and all_.endswith("|  | 2.000 | - |")
     timed = [*replay.tables([[call | {"in_step_s": 0.003}]] * 2)][2]
     assert timed.endswith("| 1 | 3.000 | 2.000 | 1.50 |")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4)
+def test_rows_that_ranks_send_unequally_are_replayed(mpi_world, folder):
+    """Also on fewer ranks, whose rows are those for and from the ranks that are left."""
+    from bench.step_study import replaying
+    from commengine import Communicator, trace
+
+    with Communicator(mpi_world) as world:
+        n, me = world.size, world.rank
+        counts = [[(rank + 3 * to) % 5 for to in range(n)] for rank in range(n)]
+        received, window = [row[me] for row in counts], world.empty((20, 3))
+        with trace(world) as log:
+            world.exchange_rows(torch.empty(sum(received) + 1, 3), window[: sum(counts[me])], counts[me])
+            stream = world.new_stream()
+            x, y = torch.zeros(sum(counts[me]), 3), torch.empty(sum(received), 3)
+            world.all_to_all_v(y, x, received, counts[me], stream=stream).wait()
+            world.all_gather_v(torch.empty(sum(counts[0]), 3), torch.zeros(counts[0][me], 3), counts[0])
+        log.save(folder / f"rank-{me}.jsonl")
+        world.barrier()
+        what = recording.parse(recording.read(folder))
+        assert [call.rows for call in what.calls[me]] == [
+            (tuple(received), tuple(counts[me])), (tuple(received), tuple(counts[me])), (tuple(counts[0]),),
+        ]  # fmt: skip
+        rows = replaying.measure(world, what, 1, 2)
+        assert [row["replayed_bytes"] for row in rows] == [12 * sum(counts[me])] * 2 + [12 * sum(counts[0])]
+        if n == 4:
+            left = what.scaled(2)
+            for rank in range(2):
+                assert left.calls[rank][0].rows == (
+                    (counts[0][rank], counts[1][rank]), tuple(counts[rank][:2]),
+                )  # fmt: skip
+                assert left.calls[rank][2].shape == (sum(counts[0][:2]), 3)
+            replaying.measure(world, left, 0, 1)
+
+
+def test_rows_of_another_number_are_refused(tmp_path):
+    line = {
+        "operation": "all_to_all_v", "redop": None, "root": None, "peers": [], "dtype": "float32", "shape": [4, 2],
+        "bytes": 32, "buffers": [[32, False], [32, False]], "rows": [[1, 3], [2, 1]], "group": "world", "size": 2,
+        "stream": None, "enqueue": 0.0, "start": 0.0, "end": 1.0, "wait_start": None, "wait_end": None,
+    }  # fmt: skip
+    for rank in range(2):
+        head = {"format": 2, "rank": rank, "groups": {"world": [0, 1]}}
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (head, line)))
+    with pytest.raises(UsageError, match=r"all_to_all_v of \[4, 2\] has rows \[\[1, 3\], \[2, 1\]\]"):
+        recording.parse(recording.read(tmp_path))

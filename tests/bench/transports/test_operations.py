@@ -30,7 +30,10 @@ def truth(call, inputs, order):
         if name == "reduce_scatter":
             return list(total.chunk(call.ranks))
         return [total if name == "all_reduce" or rank == root else None for rank in ranks]
-    if name == "all_gather":
+    if name == "all_to_all_v":
+        parts = [one.split(call.to(rank)) for rank, one in enumerate(inputs)]
+        return [torch.cat([of[rank] for of in parts]) for rank in ranks]
+    if name in ("all_gather", "all_gather_v"):
         return [torch.cat(inputs)] * call.ranks
     if name == "gather":
         return [torch.cat(inputs) if rank == root else None for rank in ranks]
@@ -130,6 +133,8 @@ SIZES = [
     ("sendrecv", 1000, 250, 1),
     ("barrier", 0, 0, 0),
     ("send", 1000, 250, 1),
+    ("all_to_all_v", 1008, 63, 3 / 4),
+    ("all_gather_v", 1008, 63, 3 / 4),
 ]
 
 
