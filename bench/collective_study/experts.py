@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from bench.collective_study.measuring import place_of
+from bench.collective_study.points import OURS, model_of_points
 from bench.collective_study.switch_points import SwitchedEngine
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
-from bench.study.projection import OURS, through_points
 from bench.timing.sampling import Stopping, Timed, Times
 from bench.transports import skew
 from bench.transports.in_process import timed
@@ -60,7 +60,7 @@ def parser() -> OneLineParser:
 
 
 @dataclass
-class Way:
+class TimedWay:
     """A way that can be timed. call: makes it once. meet: lets the ranks begin together."""
 
     call: Callable[[], object]
@@ -103,7 +103,7 @@ def fitted(times: dict[tuple[str, int], float], ranks: int) -> FittedModel:
     The all_to_all_v counts as an all_to_all, because its parts are even.
     """
     names = {"all_to_all_v": "all_to_all"}
-    return through_points([
+    return model_of_points([
         {
             "operation": names.get(name, name), "bytes": size, "ranks": ranks, "transport": OURS[0],
             "seconds": {"p50": spent},
@@ -130,8 +130,8 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
         engine = SwitchedEngine(comm, capacity, "alone", window=given["transport"] == "shared")
         ways = Ways(comm, engine.memory, tokens, hidden)
         timed_ways: list[Timed] = [engine.bind(call, False) for call in calls]
-        timed_ways += [Way(partial(ways.sent, matrix[world.rank]), world.mpi.Barrier) for matrix in matrices]
-        timed_ways.append(Way(ways.gathered, world.mpi.Barrier))
+        timed_ways += [TimedWay(partial(ways.sent, matrix[world.rank]), world.mpi.Barrier) for matrix in matrices]
+        timed_ways.append(TimedWay(ways.gathered, world.mpi.Barrier))
         medians = [float(np.median(one.seconds)) for one in place.sample(timed_ways, seed=1)]
         timed_ways.clear()
         del ways

@@ -34,6 +34,7 @@ from typing import Any
 from bench import replay, step
 from bench.collective_study.fitted_series import as_json, draw, tables
 from bench.collective_study.memory import free_memory
+from bench.collective_study.points import model_of_points
 from bench.collective_study.results import read as read_results
 from bench.collective_study.shown_states import all_tables
 from bench.collective_study.tables import draw as draw_rows
@@ -52,7 +53,7 @@ from trainers.options import ABOVE_ZERO, NOT_NEGATIVE, SECONDS, OneLineParser
 from trainers.run import signals
 
 from . import answers, fitting, folder, reporting, sizes
-from .projection import MeasuredMachine, through_points
+from .projection import MeasuredMachine
 
 COMMAND = "bench.study"
 #: the step without other options: it runs in a tenth of a second on two cores
@@ -255,7 +256,7 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
             f"nodes like this one, with {given.node} ranks, on an assumed network of {given.between_gb_per_s:g} GB/s "
             f"and {given.between_alpha_us:g} us"
         )  # fmt: skip
-        machine = MeasuredMachine(through_points(rows), FittedModel.from_json(model), given.node, several, link)
+        machine = MeasuredMachine(model_of_points(rows), FittedModel.from_json(model), given.node, several, link)
         answer, record.numbers["projection"] = answers.more(stepped, machine, given.largest, network)
         record.answers.append(answer)
     record.title = f"Collectives on {record.settings['ranks']} ranks: {surroundings['hardware'].split(',')[0]}"

@@ -10,23 +10,18 @@ is scaled instead, as a ring is. Nothing more is hidden behind the backward than
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from bench.step_study import recorder, volumes
-from commengine.cost import FittedModel, Link, Machine, Segment, collective
-
-#: the transports of the engine: gradients lie in windows where the ranks of a node have them
-OURS = ("engine", "shared")
+from commengine.cost import FittedModel, Link, Machine, collective
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
     """The machine of a study.
 
-    points: the measured times of its collectives (`through_points`). model: fitted to them, for other numbers of ranks.
+    points: the measured times of its collectives (`model_of_points`). model: fitted to them, for other numbers of ranks.
     ranks: of a node. several: whether the job spans nodes. between: the link between nodes, where the study could not
     measure one.
     """
@@ -54,30 +49,6 @@ class MeasuredMachine:
         """The seconds by the measured times, or for a number of ranks that was not measured by the fitted model."""
         there = any(one.ranks == ranks for one in self.points.collectives.get(operation, ()))
         return (self.points if there else self.model).seconds(operation, size, ranks)
-
-
-def through_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
-    """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
-
-    rows: of bench.collectives. It tells the times of the ranks and operations that were measured at two sizes or more,
-    and no others.
-    """
-    times: dict[tuple[str, int], dict[int, float]] = {}
-    for row in rows:
-        if row["transport"] in OURS:
-            mine = times.setdefault((row["operation"], row["ranks"]), {})
-            spent = float(row["seconds"]["p50"])
-            mine[row["bytes"]] = min(spent, mine.get(row["bytes"], spent))
-    found: dict[str, tuple[Segment, ...]] = {}
-    for (operation, ranks), sizes in times.items():
-        points = sorted(sizes.items())
-        segments: list[Segment] = []
-        for (low, first), (high, last) in pairwise(points):
-            beta = (last - first) / (high - low)
-            segments.append(Segment(ranks, low if segments else 0, first - low * beta, beta))
-        if segments:
-            found[operation] = (*found.get(operation, ()), *segments)
-    return FittedModel(found)
 
 
 @dataclass(frozen=True)

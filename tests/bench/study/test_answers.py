@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from bench.collective_study.points import model_of_points
 from bench.study import answers, folder, sizes
-from bench.study.projection import MeasuredMachine, step_on, through_points
+from bench.study.projection import MeasuredMachine, step_on
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Segment
 from trainers.tasks.gpt import GPTTrainConfig
@@ -73,7 +74,7 @@ def test_times_have_three_digits_and_a_unit(seconds, said):
 
 def test_points_are_joined_by_lines_and_the_engines_fastest_way_counts():
     rows = [row(100, "engine", 5e-6), row(100, "shared", 6e-6), row(300, "engine", 9e-6), row(300, "shared", 7e-6)]
-    points = through_points([*rows, row(300, "mpi4py", 1e-6)])
+    points = model_of_points([*rows, row(300, "mpi4py", 1e-6)])
     assert points.seconds("all_reduce", 100, 2) == pytest.approx(5e-6)
     assert points.seconds("all_reduce", 200, 2) == pytest.approx(6e-6)
     assert points.seconds("all_reduce", 500, 2) == pytest.approx(9e-6)  # beyond the last, its line goes on

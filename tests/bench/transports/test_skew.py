@@ -37,8 +37,11 @@ def test_recorded_routing(tmp_path):
     path.write_text(json.dumps([[10, 20, 30, 40], [0, 0, 50, 50]]))
     assert skew.shares(str(path), 2) == [[0.3, 0.7], [0.0, 1.0]]
     assert skew.of_tokens(str(path), 2, 10) == ((3, 7), (0, 10))
-    for wrong, words in (([[1, 2]], "a row for each of 2 ranks"), ([[1], [2]], "as many experts"), ({}, "not the tokens"),
-                         ([[1, -1], [1, 1]], "no expert fewer"), ([[0, 0], [1, 1]], "a rank has tokens")):  # fmt: skip
+    bad = {
+        "a row for each of 2 ranks": [[1, 2]], "as many experts": [[1], [2]], "not the tokens": {},
+        "no expert fewer": [[1, -1], [1, 1]], "a rank has tokens": [[0, 0], [1, 1]],
+    }  # fmt: skip
+    for words, wrong in bad.items():
         path.write_text(json.dumps(wrong))
         with pytest.raises(UsageError, match=words):
             skew.shares(str(path), 2)

@@ -1,0 +1,36 @@
+"""A model of collectives that goes through the measured points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from commengine.cost import FittedModel, Segment
+
+#: the transports of the engine: gradients lie in windows where the ranks of a node have them
+OURS = ("engine", "shared")
+
+
+def model_of_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
+    """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
+
+    rows: of bench.collectives. It tells the times of the ranks and operations that were measured at two sizes or more,
+    and no others.
+    """
+    times: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        if row["transport"] in OURS:
+            mine = times.setdefault((row["operation"], row["ranks"]), {})
+            spent = float(row["seconds"]["p50"])
+            mine[row["bytes"]] = min(spent, mine.get(row["bytes"], spent))
+    found: dict[str, tuple[Segment, ...]] = {}
+    for (operation, ranks), sizes in times.items():
+        points = sorted(sizes.items())
+        segments: list[Segment] = []
+        for (low, first), (high, last) in pairwise(points):
+            beta = (last - first) / (high - low)
+            segments.append(Segment(ranks, low if segments else 0, first - low * beta, beta))
+        if segments:
+            found[operation] = (*found.get(operation, ()), *segments)
+    return FittedModel(found)
