@@ -21,7 +21,7 @@ from commengine.cost import FittedModel, Link, Machine, collective
 class MeasuredMachine:
     """The machine of a study.
 
-    points: the measured times of its collectives (`model_of_points`). model: fitted to them, for other numbers of ranks.
+    points: the measured times of its collectives (`model_of_points`). model: fitted to them, for more ranks.
     ranks: of a node. several: whether the job spans nodes. between: the link between nodes, where the study could not
     measure one.
     """
