@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ class Node:
         """The number of the group's ranks on each node."""
         return self.comm.size
 
-    @property
+    @functools.cached_property
     def in_order(self) -> bool:
         """Whether the ranks of each node are neighbours: the nodes one after the other are the group's order."""
         return [rank for ranks in self.table for rank in ranks] == list(range(self.size * len(self.table)))

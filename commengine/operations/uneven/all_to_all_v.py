@@ -28,7 +28,6 @@ from .rows import (
     in_bytes,
     row_bytes_of,
     starts_of,
-    without_place,
 )
 from .two_levels import Received, Rows, counts_of, in_two_levels, too_many
 
@@ -64,7 +63,7 @@ class AllToAllV(UnevenOperation):
         input_rows: Rows,
     ) -> Run:  # fmt: skip
         if memory.across is not None:
-            return functools.partial(in_two_levels, memory) if memory.node.in_order else without_place(by_mpi)
+            return functools.partial(in_two_levels, memory)
         flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
         words, told = flags.words_of(self.name, width, input.dtype), flags.told
         most = 0 if slots is None else slots.slot_bytes

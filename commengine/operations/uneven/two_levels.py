@@ -111,7 +111,17 @@ def _across(
             copy_bytes(at, begin[to], nbytes)
             at += nbytes
     starts = starts_of(in_bytes(output_rows, width))
-    _exchange(memory.across.wire, collected, sent, output, received, [starts[ranks[0]] for ranks in table])
+    if memory.node.in_order:  # what a node sends is one stretch of the output
+        _exchange(memory.across.wire, collected, sent, output, received, [starts[ranks[0]] for ranks in table])
+        return
+    arrived = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
+    _exchange(memory.across.wire, collected, sent, arrived, received, starts_of(received))
+    at, target = arrived.data_ptr(), output.data_ptr()
+    for node, _ in others:
+        for rank in table[node]:
+            nbytes = output_rows[rank] * width
+            copy_bytes(target + starts[rank], at, nbytes)
+            at += nbytes
 
 
 def _exchange(
