@@ -233,6 +233,11 @@ class Dispatcher:
         with self._alone("coalesce") if stream is None else contextlib.nullcontext():
             self._run_block(block, stream)
 
+    def refuse_block(self, operation: str) -> None:
+        """Raise CollectiveError if a coalesce() block is open, because its calls run at its end."""
+        if self._block is not None:
+            raise call_error(self, operation, "inside coalesce() it has no answer yet: call it before the block")
+
     def _run_block(self, block: list[tuple[Call, GroupedWork]], stream: Stream | None) -> None:
         calls = [call for call, _ in block]
         check_independent(self, calls)

@@ -8,10 +8,12 @@ takes the long way through the checks, which say what is wrong.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
 from commengine.operations.checks import TensorLike
+from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker, busy_error, transport_error
 from .routes import Routes
@@ -89,7 +91,7 @@ class KnownCalls:
     ) -> bool:
         """Run an operation with numbers of rows if its form is known. Returns whether.
 
-        output_rows: an empty list waits for the numbers.
+        output_rows: `Counts` wait for the numbers.
         """
         try:
             dtype, into, given = output.dtype, output.shape, input.shape
@@ -101,12 +103,13 @@ class KnownCalls:
             if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
                 return False
             apart, ranks = input.data_ptr() - output.data_ptr(), self._ranks
+            input_rows = tuple(map(operator.index, input_rows))
             if -input.nbytes < apart < output.nbytes or len(input_rows) != ranks or min(input_rows) < 0:
                 return False
             if sum(input_rows) != given[0]:
                 return False
-            if output_rows != []:
-                output_rows = tuple(output_rows)
+            if not isinstance(output_rows, Counts):
+                output_rows = tuple(map(operator.index, output_rows))
                 if len(output_rows) != ranks or min(output_rows) < 0 or sum(output_rows) != into[0]:
                     return False
         except (AttributeError, RuntimeError, TypeError):

@@ -33,6 +33,9 @@ class Runs(Protocol):
     def run(self, operation: Operation, args: tuple[Any, ...], stream: Stream | None) -> Work:
         """Run an operation, or enqueue it on ``stream``."""
 
+    def refuse_block(self, operation: str) -> None:
+        """Raise CollectiveError in an open coalesce() block: the call has an answer, and a block has none yet."""
+
 
 class Caller(GroupMember, Protocol):
     """The communicator whose operation is called."""

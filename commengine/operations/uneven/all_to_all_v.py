@@ -21,6 +21,7 @@ from commengine.stream import DONE, Stream, Work
 
 from .handed import hand_out, take_chunks
 from .rows import (
+    Counts,
     UnevenOperation,
     checked_rows,
     checked_uneven,
@@ -43,7 +44,7 @@ class AllToAllV(UnevenOperation):
         width = row_bytes_of(input) // input.itemsize
 
         def run(output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
-            if isinstance(output_rows, list):
+            if isinstance(output_rows, Counts):
                 output_rows.extend(counts_of(wire, input_rows))
             problem = too_many(output_rows, output)
             if problem is not None:  # the others send, and must not wait for this rank
@@ -85,9 +86,9 @@ class AllToAllV(UnevenOperation):
                     handed = one[first + len(told)] - one[first + peer + 1] + one[first + peer] + 1
                     longest = max(longest, handed)
             unfit = _unfit(counts, output_rows, output)
-            if unfit is not None and longest:  # the others hand out rows, and must not wait for this rank
-                output = output.new_empty((sum(counts), *output.shape[1:]))
             try:
+                if unfit is not None and longest:  # the others hand out rows, and must not wait for this rank
+                    output = output.new_empty((sum(counts), *output.shape[1:]))
                 target = output.data_ptr()
                 if longest and slots is None:
                     by_mpi(output, input, tuple(counts), input_rows)
@@ -136,12 +137,12 @@ class AllToAllV(UnevenOperation):
     def unmatched(
         self, wire: MpiWire, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows
     ) -> str | None:
-        return _unfit(counts_of(wire, input_rows), output_rows or [], output)
+        return _unfit(counts_of(wire, input_rows), output_rows or Counts(), output)
 
 
 def _unfit(counts: list[int], output_rows: Received, output: Tensor) -> str | None:
     """Return why the rows that come are not those of this rank's call, or None; fill a list that waits for them."""
-    if isinstance(output_rows, list):
+    if isinstance(output_rows, Counts):
         output_rows += counts
         return None if sum(counts) <= output.shape[0] else too_many(counts, output)
     if tuple(counts) == output_rows:
@@ -187,8 +188,8 @@ class AllToAllVCall:
         counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, and on
         all ranks of a node where an input lies in a window.
         """
-        received: list[int] = []
-        known = self._calls.known
+        self._calls.refuse_block("exchange_rows")
+        received, known = Counts(), self._calls.known
         if known is not None and known.rows("all_to_all_v", output, input, received, input_rows):
             return received
         output, input = checked_uneven(self, "exchange_rows", output, input)
@@ -210,6 +211,7 @@ class AllToAllVCall:
         Before an `all_to_all_v` it tells how many rows come, so that each rank can make an output of as many. It is an
         `all_to_all` of one int64 a rank on the host, and blocks.
         """
+        self._calls.refuse_block("exchange_counts")
         try:
             sent = [operator.index(count) for count in counts]
         except TypeError:

@@ -32,6 +32,10 @@ _ALIASED = range(1, 64)
 _memmove = ctypes.memmove
 
 
+class Counts(list[int]):
+    """The numbers of rows from each rank that a call fills in: empty before, so that nobody's list is taken for it."""
+
+
 class UnevenOperation(Operation):
     """An operation with numbers of rows. It has a way through windows: each rank copies its rows from the inputs."""
 

@@ -14,12 +14,12 @@ from commengine.mpi import load_mpi
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 
-from .rows import copy_bytes, in_bytes, row_bytes_of, starts_of
+from .rows import Counts, copy_bytes, in_bytes, row_bytes_of, starts_of
 
 #: the numbers of rows of a call, to each rank
 Rows: TypeAlias = tuple[int, ...]
-#: the numbers of rows from each rank; an empty list is filled by the call
-Received: TypeAlias = tuple[int, ...] | list[int]
+#: the numbers of rows from each rank; `Counts` are filled by the call
+Received: TypeAlias = tuple[int, ...] | Counts
 
 
 def in_two_levels(
@@ -30,7 +30,7 @@ def in_two_levels(
     So a rank sends one message to each other node, and not one to each of its ranks. number: where the input lies.
     """
     flags, width, table = memory.flags, row_bytes_of(input), memory.node.table
-    if isinstance(output_rows, list):
+    if isinstance(output_rows, Counts):
         output_rows.extend(counts_of(memory.whole.wire, input_rows))
     words = flags.words_of("all_to_all_v", width, input.dtype)
     at = flags.begin_uneven(words, number, input_rows)

@@ -183,10 +183,26 @@ def test_wrong_arguments(shared):
     cases.append((lambda: comm.all_gather_v(one, torch.zeros(2), even), r"input is \[2\], and rows say 1 of this rank"))
     cases.append((lambda: comm.exchange_counts([1]), f"there are 1 counts for {n} ranks"))
     cases.append((lambda: comm.exchange_counts([0.5] * n), "must be integers"))
+    cases.append((lambda: comm.all_to_all_v(one, one.clone(), [], even), f"must be {n} numbers of rows"))
+    cases.append((lambda: comm.all_to_all_v(one, one.clone(), even, [1.0] * n), "must be"))
+    comm.all_to_all_v(one, one.clone(), iter(even), torch.tensor(even))  # now its form is known
     for call, words in cases:
         for _ in range(2):
             with pytest.raises(CollectiveError, match=words):
                 call()
+
+
+def test_a_call_with_an_answer_is_refused_in_a_block(shared):
+    comm, _ = shared
+    ones = [1] * comm.size
+    with comm.coalesce():
+        with pytest.raises(CollectiveError, match="inside coalesce"):
+            comm.exchange_counts(ones)
+        with pytest.raises(CollectiveError, match="inside coalesce"):
+            comm.exchange_rows(torch.empty(comm.size), torch.ones(comm.size), ones)
+        x, y = torch.full((comm.size,), float(comm.rank)), torch.empty(comm.size)
+        comm.all_to_all_v(y, x, ones, ones)
+    assert y.tolist() == list(range(comm.size))
 
 
 def test_ranks_that_come_late_wait_for_nobodys_memory(shared):
