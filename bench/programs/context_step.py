@@ -34,7 +34,7 @@ class ContextTask:
             attention_dropout=0.0, normalization="RMSNorm", swiglu=True, position_embedding_type="rope",
             disable_bias_linear=True, lr=1e-4, min_lr=0.0, lr_decay_style="constant", device="cpu",
             context_parallel_size=ranks, cp_comm_type=way if ranks > 1 else None,
-            overlap_p2p_communication=(self.rate > 0 and ranks > 1) or None,
+            overlap_p2p_communication=(self.rate > 0 and ranks > 1 and way != "a2a") or None,
         )  # fmt: skip
         config.validate(ranks)
         return config.completed(ranks)

@@ -23,7 +23,7 @@ TINY = [
     "--tensor-model-parallel-size", "2",
 ]  # fmt: skip
 SHORT = ["--minutes", "0.001", "--max-bytes", "16K"]
-UNITS = 4 * 3  # four operations at 4 B, 256 B and 16 KB: the sizes that are measured whatever the time
+UNITS = 6 * 3  # six operations at 4 B, 256 B and 16 KB: the sizes that are measured whatever the time
 
 
 @pytest.fixture
