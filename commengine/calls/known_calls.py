@@ -96,7 +96,9 @@ class KnownCalls:
         try:
             dtype, into, given = output.dtype, output.shape, input.shape
             form = self._forms.get((name, dtype, into[1:]))
-            if form is None or input.dtype is not dtype or (into[1:] != given[1:] if len(into) > 1 else len(given) > 1):
+            if form is None or not into or not given:
+                return False
+            if input.dtype is not dtype or (into[1:] != given[1:] if len(into) > 1 else len(given) > 1):
                 return False
             if not (output.is_cpu and input.is_cpu):
                 return False

@@ -47,6 +47,7 @@ compares only with ``checked=True``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -172,11 +173,15 @@ def all_to_all_v(x: Tensor, comm: Communicator, input_rows: Sequence[int]) -> tu
     """
     given = compare("all_to_all_v", x, comm, along=0)
     given.dim(0)
-    fits = len(input_rows) == comm.size and min(input_rows) >= 0 and sum(input_rows) == x.shape[0]
-    sent = tuple(input_rows) if fits else (-1,) * comm.size
+    try:
+        rows = tuple(map(operator.index, input_rows))
+    except TypeError:
+        rows = ()
+    fits = len(rows) == comm.size and min(rows) >= 0 and sum(rows) == x.shape[0]
+    sent = rows if fits else (-1,) * comm.size  # the others must not wait for a rank that raises
     received = comm.exchange_counts(sent)
     if wrong := [rank for rank, count in enumerate(received) if count < 0]:
-        said = f"{list(input_rows)} for {x.shape[0]} rows" if wrong[0] == comm.rank else "others"
+        said = f"{rows or input_rows!r} for {x.shape[0]} rows" if wrong[0] == comm.rank else "others"
         raise ValueError(
             f"all_to_all_v: input_rows must be {comm.size} numbers of at least 0, one for each rank, that add up to "
             f"the rows of x; rank {wrong[0]} gave {said}"

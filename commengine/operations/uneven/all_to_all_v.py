@@ -191,19 +191,19 @@ class AllToAllVCall:
         self._calls.refuse_block("exchange_rows")
         received, known = Counts(), self._calls.known
         if known is not None and known.rows("all_to_all_v", output, input, received, input_rows):
-            return received
+            return list(received)  # nobody else gets the list that the next call would fill
         output, input = checked_uneven(self, "exchange_rows", output, input)
         sent = checked_rows(self, "exchange_rows", "input_rows", input_rows, input)
         if output.is_cpu:
             self._calls.run(ALL_TO_ALL_V, (output, input, received, sent), None)
-            return received
+            return list(received)
         received.extend(_exchanged(self, sent))
         problem = too_many(received, output)
         whole = output if problem is None else output.new_empty((sum(received), *output.shape[1:]))
         self._calls.run(ALL_TO_ALL_V, (whole[: sum(received)], input, tuple(received), sent), None)
         if problem is not None:
             raise call_error(self, "exchange_rows", problem)
-        return received
+        return list(received)
 
     def exchange_counts(self: Caller, counts: Sequence[int]) -> tuple[int, ...]:
         """Tell each rank a number: ``counts[r]`` to rank r. Returns the number that each rank tells this one.
@@ -218,6 +218,8 @@ class AllToAllVCall:
             raise call_error(self, "exchange_counts", f"counts={counts!r} must be integers") from None
         if len(sent) != self.size:
             raise call_error(self, "exchange_counts", f"there are {len(sent)} counts for {self.size} ranks")
+        if any(not -(2**63) <= count < 2**63 for count in sent):
+            raise call_error(self, "exchange_counts", f"counts={sent} must be integers of 64 bits")
         return _exchanged(self, sent)
 
 

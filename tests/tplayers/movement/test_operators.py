@@ -271,9 +271,11 @@ def test_bad_input_is_an_error_on_every_rank(world):
         scatter(x, world, sizes=[1] * (world.size + 2))
     with pytest.raises(ValueError, match="are the same dimension"):
         all_to_all(x, world, 0, -2)
-    rows = [2 + (world.rank == world.size - 1)] + [0] * (world.size - 1)
-    with pytest.raises(ValueError, match=rf"all_to_all_v: input_rows .*; rank {world.size - 1} gave"):
-        all_to_all_v(x, world, rows)
+    right = [2] + [0] * (world.size - 1)
+    for wrong in ([3, *right[1:]], [float(one) for one in right], None, "11", [], [2] * (world.size + 1)):
+        with pytest.raises(ValueError, match=rf"all_to_all_v: input_rows .*; rank {world.size - 1} gave"):
+            all_to_all_v(x, world, wrong if last else right)
+    assert all_to_all_v(x, world, iter(right))[1] == ((2,) * world.size if world.rank == 0 else (0,) * world.size)
     if world.size > 1:
         with pytest.raises(
             ValueError, match=r"all_reduce: the ranks' tensors must be alike; by rank they are \[2, 3\]"

@@ -192,6 +192,26 @@ def test_wrong_arguments(shared):
                 call()
 
 
+def test_counts_of_one_call_are_the_numbers_of_the_next(mpi_world):
+    """Without a timeout, where a known form skips the checks; and a number without rows does not enter a call."""
+    with Communicator(mpi_world, device="cpu") as comm:
+        n = comm.size
+        x, y = torch.arange(2.0 * n), torch.zeros(2 * n)
+        for _ in range(3):
+            counts = comm.exchange_rows(y, x, [2] * n)
+            comm.all_to_all_v(y, x, counts, [2] * n)
+            assert counts == [2] * n and type(counts) is list
+        with pytest.raises(CollectiveError, match="adds up to"):
+            comm.all_to_all_v(torch.zeros(4 * n), x, counts, [2] * n)
+        for call in (lambda: comm.exchange_rows(torch.tensor(0.0), torch.zeros(0), [0] * n),
+                     lambda: comm.all_to_all_v(torch.tensor(0.0), torch.tensor(1.0), [0] * n, [0] * n)):  # fmt: skip
+            with pytest.raises(CollectiveError, match="rows of one shape"):
+                call()
+        with pytest.raises(CollectiveError, match="64 bits"):
+            comm.exchange_counts([2**63] * n)
+        comm.all_to_all_v(y, x, counts, [2] * n)
+
+
 def test_a_call_with_an_answer_is_refused_in_a_block(shared):
     comm, _ = shared
     ones = [1] * comm.size
