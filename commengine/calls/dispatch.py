@@ -15,7 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -302,9 +302,9 @@ class Dispatcher:
                 number = 0 if stream is None else stream.index
                 wire, about = self.host.wire, call.compared
                 agree(self, wire.calls, describe(call.name, about, call.redop, call.root, number))
-                if call.operation.uneven:
-                    uneven = cast(UnevenOperation, call.operation)
-                    agree(self, wire.calls, uneven.common(*call.args), uneven.unmatched(wire, *call.args))
+                if isinstance(call.operation, UnevenOperation):
+                    unmatched = call.operation.unmatched(wire, *call.args)
+                    agree(self, wire.calls, call.operation.common(*call.args), unmatched)
 
     def _notice(self, call: Call, stream: Stream | None) -> tuple[CollectiveEvent | None, Entry | None]:
         """Tell the traces and the watcher about a call that is about to be enqueued."""

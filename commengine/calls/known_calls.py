@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from commengine.operations.checks import TensorLike
+from commengine.operations.operation import Run
 from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker, busy_error, transport_error
@@ -44,17 +45,7 @@ class KnownCalls:
                 return False
         except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
             return False
-        member = self._member
-        if member.busy:
-            raise busy_error(member, name)
-        member.busy = True
-        try:
-            form.run(tensor, how)
-        except self._failures as error:
-            raise transport_error(member, name, error) from error
-        finally:
-            member.busy = False
-        return True
+        return self._run(name, form.run, tensor, how)
 
     def pair(self, name: str, output: TensorLike, input: TensorLike, how: str | None) -> bool:
         """Run an operation on two tensors if its form is known. Returns whether. how: the reduction, or None."""
@@ -71,20 +62,7 @@ class KnownCalls:
         run, received, sent, own = form
         if -sent < apart < received and apart != own:
             return False
-        member = self._member
-        if member.busy:
-            raise busy_error(member, name)
-        member.busy = True
-        try:
-            if how is None:
-                run(output, input)
-            else:
-                run(output, input, how)
-        except self._failures as error:
-            raise transport_error(member, name, error) from error
-        finally:
-            member.busy = False
-        return True
+        return self._run(name, run, output, input) if how is None else self._run(name, run, output, input, how)
 
     def rows(
         self, name: str, output: TensorLike, input: TensorLike, output_rows: Sequence[int], input_rows: Sequence[int]
@@ -95,10 +73,9 @@ class KnownCalls:
         """
         try:
             dtype, into, given = output.dtype, output.shape, input.shape
-            form = self._forms.get((name, dtype, into[1:]))
-            if form is None or not into or not given:
-                return False
-            if input.dtype is not dtype or (into[1:] != given[1:] if len(into) > 1 else len(given) > 1):
+            row = into[1:]
+            form = self._forms.get((name, dtype, row))
+            if form is None or not into or not given or input.dtype is not dtype or given[1:] != row:
                 return False
             if not (output.is_cpu and input.is_cpu):
                 return False
@@ -116,12 +93,15 @@ class KnownCalls:
                     return False
         except (AttributeError, RuntimeError, TypeError):
             return False
+        return self._run(name, form.run, output, input, output_rows, input_rows)
+
+    def _run(self, name: str, run: Run, *args: object) -> bool:
         member = self._member
         if member.busy:
             raise busy_error(member, name)
         member.busy = True
         try:
-            form.run(output, input, output_rows, input_rows)
+            run(*args)
         except self._failures as error:
             raise transport_error(member, name, error) from error
         finally:

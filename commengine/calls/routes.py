@@ -127,11 +127,15 @@ class Routes:
         lie. Between nodes MPI is as fast unless there are windows.
         """
         windows, find = shared.segments, shared.find
+        private: bool | None = None  # whether private tensors go through the memory of the node, without windows too
         in_node: Run | None = None
 
         def run(*args: Any) -> None:
-            nonlocal in_node
-            if not windows and (operation.needs_windows or not self._alone()):
+            nonlocal in_node, private
+            if private is None:  # asked in a call, because all ranks answer it together
+                node = None if operation.needs_windows else shared.node
+                private = node is not None and node.alone
+            if not windows and not private:
                 by_mpi(*args)
                 return
             if in_node is None:
@@ -140,11 +144,6 @@ class Routes:
             in_node(number_of(find(args[1]), args[1]), *args)
 
         return run
-
-    def _alone(self) -> bool:
-        """Whether the group's ranks share one node. Collective the first time."""
-        node = None if self._shared is None else self._shared.node
-        return node is not None and node.alone
 
     def _through_memory(self, operation: Operation, args: tuple[Any, ...], by_mpi: Run, shared: SharedTensors) -> Run:
         """Return what takes the way through memory where that is faster, and ``by_mpi`` elsewhere."""

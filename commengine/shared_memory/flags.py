@@ -77,7 +77,6 @@ class Flags:
         self._words = _ASKED  # where the words of the present call begin
         self._most_numbers = (len(self._mine) - _NUMBERS_AT) // 2  # words in each of the two sets
         self._checksums: dict[object, int] = {}
-        self._words_of: dict[object, tuple[int, int]] = {}
         self._process = os.getpid()
         # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
         # seen before what comes after. MPI_Win_sync is one, but needs a window.
@@ -111,12 +110,9 @@ class Flags:
         that belongs to another collective.
         """
         self.refuse_child()
-        checksum = self._checksums.get(how)
-        if checksum is None:
-            checksum = self._checksums[how] = zlib.crc32(repr(how).encode())
+        about, checksum = self.words_of(operation, nbytes, how)
         mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
         self._words = word
-        about = nbytes << 8 | _NUMBERS[operation]
         mine[word], mine[word + 1], mine[word + 2] = place, about, checksum
         self.meet()
         for flags in self._others:
@@ -124,13 +120,11 @@ class Flags:
                 raise self._mismatch(word)
 
     def words_of(self, operation: str, nbytes: int, how: object) -> tuple[int, int]:
-        """The words for the size and operation of a call, and for the rest: they are kept, as in `begin`."""
-        key = operation, nbytes, how
-        words = self._words_of.get(key)
-        if words is None:
-            checksum = zlib.crc32(repr(how).encode())
-            words = self._words_of[key] = nbytes << 8 | _NUMBERS[operation], checksum
-        return words
+        """The words for the size and operation of a call, and for the rest. how: as in `begin`."""
+        checksum = self._checksums.get(how)
+        if checksum is None:
+            checksum = self._checksums[how] = zlib.crc32(repr(how).encode())
+        return nbytes << 8 | _NUMBERS[operation], checksum
 
     def begin_uneven(self, words: tuple[int, int], place: int, rows: Sequence[int]) -> int:
         """`begin` of a collective in which each rank gives other numbers of rows, from another place.
@@ -140,8 +134,7 @@ class Flags:
         one ends. Returns the first word in `told` of these numbers; they hold until this rank ends the call by
         `meet_unless`. Raises CollectiveMismatch as `begin` does.
         """
-        if self._process != os.getpid():
-            self.refuse_child()
+        self.refuse_child()
         about, checksum = words
         mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
         self._words = word

@@ -16,18 +16,17 @@ from commengine.shared_memory.sequence import SequenceMemory
 from commengine.stream import Stream, Work
 
 from .rows import (
+    Rows,
     UnevenOperation,
     checked_rows,
     checked_uneven,
     copy_bytes,
     in_bytes,
+    in_place_of,
     row_bytes_of,
     starts_of,
     without_place,
 )
-
-#: the number of rows of each rank
-Rows = tuple[int, ...]
 
 
 class AllGatherV(UnevenOperation):
@@ -64,8 +63,8 @@ class AllGatherV(UnevenOperation):
                     unfit = f"the ranks give {list(given)} rows, and rows say {list(rows)}"
                 places = [one[flags.place] for one in told]
                 if PRIVATE in places:
-                    if unfit is not None:  # the others send, and must not wait for this rank
-                        output = output.new_empty((sum(given), *output.shape[1:]))
+                    if unfit is not None:
+                        output = in_place_of(output, given)
                     by_mpi(output, input, given)
                     return
                 if unfit is not None:

@@ -22,15 +22,19 @@ from commengine.stream import DONE, Stream, Work
 from .handed import hand_out, take_chunks
 from .rows import (
     Counts,
+    Received,
+    Rows,
     UnevenOperation,
     checked_rows,
     checked_uneven,
     copy_bytes,
     in_bytes,
+    in_place_of,
     row_bytes_of,
     starts_of,
+    too_many,
 )
-from .two_levels import Received, Rows, counts_of, in_two_levels, too_many
+from .two_levels import counts_of, in_two_levels
 
 
 class AllToAllV(UnevenOperation):
@@ -47,8 +51,8 @@ class AllToAllV(UnevenOperation):
             if isinstance(output_rows, Counts):
                 output_rows.extend(counts_of(wire, input_rows))
             problem = too_many(output_rows, output)
-            if problem is not None:  # the others send, and must not wait for this rank
-                output = output.new_empty((sum(output_rows), *output.shape[1:]))
+            if problem is not None:
+                output = in_place_of(output, output_rows)
             sent, received = in_bytes(input_rows, width), in_bytes(output_rows, width)
             all_to_all(
                 (address(input.data_ptr(), input.nbytes), sent, starts_of(sent), datatype),
@@ -87,8 +91,8 @@ class AllToAllV(UnevenOperation):
                     longest = max(longest, handed)
             unfit = _unfit(counts, output_rows, output)
             try:
-                if unfit is not None and longest:  # the others hand out rows, and must not wait for this rank
-                    output = output.new_empty((sum(counts), *output.shape[1:]))
+                if unfit is not None and longest:
+                    output = in_place_of(output, counts)
                 target = output.data_ptr()
                 if longest and slots is None:
                     by_mpi(output, input, tuple(counts), input_rows)
@@ -199,7 +203,7 @@ class AllToAllVCall:
             return list(received)
         received.extend(_exchanged(self, sent))
         problem = too_many(received, output)
-        whole = output if problem is None else output.new_empty((sum(received), *output.shape[1:]))
+        whole = output if problem is None else in_place_of(output, received)
         self._calls.run(ALL_TO_ALL_V, (whole[: sum(received)], input, tuple(received), sent), None)
         if problem is not None:
             raise call_error(self, "exchange_rows", problem)

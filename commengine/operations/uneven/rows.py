@@ -10,12 +10,11 @@ import math
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from commengine.dtypes import REAL_TYPES
 from commengine.errors import call_error
 from commengine.operations.checks import Caller, TensorLike, check_alike, checked_tensor
 from commengine.operations.operation import Operation, Run
@@ -34,6 +33,12 @@ _memmove = ctypes.memmove
 
 class Counts(list[int]):
     """The numbers of rows from each rank that a call fills in: empty before, so that nobody's list is taken for it."""
+
+
+#: the numbers of rows to each rank, or of each rank
+Rows: TypeAlias = tuple[int, ...]
+#: the numbers of rows from each rank; `Counts` are filled by the call
+Received: TypeAlias = Rows | Counts
 
 
 class UnevenOperation(Operation):
@@ -88,6 +93,18 @@ def row_bytes_of(tensor: Tensor) -> int:
     return tensor.itemsize if tensor.dim() == 1 else tensor.itemsize * math.prod(tensor.shape[1:])
 
 
+def too_many(counts: Sequence[int], output: Tensor) -> str | None:
+    """Return why ``output`` cannot hold the rows that come, or None."""
+    if sum(counts) <= output.shape[0]:
+        return None
+    return f"{sum(counts)} rows come ({list(counts)}), and output is {list(output.shape)}"
+
+
+def in_place_of(output: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return memory for the rows that come where they do not fit ``output``: the others must not wait for this rank."""
+    return output.new_empty((sum(counts), *output.shape[1:]))
+
+
 def without_place(run: Run) -> Run:
     """Return ``run`` as one of `UnevenOperation.in_node`."""
     return lambda number, *args: run(*args)
@@ -121,16 +138,7 @@ def checked_uneven(group: Caller, operation: str, output: TensorLike, input: Ten
     """Return the tensors of a call; they must have rows of one shape, and share no memory."""
     output = checked_tensor(group, operation, output, "output")
     input = checked_tensor(group, operation, input, "input")
-    dtype = output.dtype
-    if dtype is input.dtype and dtype in REAL_TYPES and output.is_cpu and input.is_cpu:
-        first, second = output.data_ptr(), input.data_ptr()
-        if first >= second + input.nbytes or second >= first + output.nbytes:
-            if output.dim() == input.dim() == 1:
-                return output, input
-        else:
-            check_alike(group, operation, output, input)
-    else:
-        check_alike(group, operation, output, input)
+    check_alike(group, operation, output, input)
     if output.dim() == 0 or input.dim() == 0 or output.shape[1:] != input.shape[1:]:
         raise call_error(
             group, operation, f"output {list(output.shape)} and input {list(input.shape)} must have rows of one shape"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,12 +13,7 @@ from commengine.mpi import load_mpi
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 
-from .rows import Counts, copy_bytes, in_bytes, row_bytes_of, starts_of
-
-#: the numbers of rows of a call, to each rank
-Rows: TypeAlias = tuple[int, ...]
-#: the numbers of rows from each rank; `Counts` are filled by the call
-Received: TypeAlias = tuple[int, ...] | Counts
+from .rows import Counts, Received, Rows, copy_bytes, in_bytes, in_place_of, row_bytes_of, starts_of, too_many
 
 
 def in_two_levels(
@@ -42,8 +36,8 @@ def in_two_levels(
         for peer, own in zip(ranks, given, strict=True):
             if own[me + 1] - own[me] != output_rows[peer]:
                 unfit = f"rank {peer} sends {own[me + 1] - own[me]} rows, and output_rows say {output_rows[peer]}"
-        if unfit is not None:  # the other nodes wait for these rows
-            output = output.new_empty((sum(output_rows), *output.shape[1:]))
+        if unfit is not None:
+            output = in_place_of(output, output_rows)
         places = [told[flags.place] for told in flags.told]
         if PRIVATE in places:
             kept, begins = _by_messages(memory, input, given, width)
@@ -141,10 +135,3 @@ def counts_of(wire: MpiWire, sent: Sequence[int]) -> list[int]:
     datatype = load_mpi().INT64_T
     wire.calls.Alltoall((array("q", sent), datatype), (received, datatype))
     return received.tolist()
-
-
-def too_many(counts: Sequence[int], output: Tensor) -> str | None:
-    """Return why ``output`` cannot hold the rows that come, or None."""
-    if sum(counts) <= output.shape[0]:
-        return None
-    return f"{sum(counts)} rows come ({list(counts)}), and output is {list(output.shape)}"
