@@ -6,6 +6,7 @@
     mpiexec -n 2 python -m bench.gpu overlap --output gpu_overlap.md
     python -m bench.gpu profile --output gpu_profile.md
     python -m bench.gpu dropout --output gpu_dropout.md
+    python -m bench.gpu blocks --output gpu_blocks.md
     python -m bench.gpu losses --runs runs
 
 A row of a table is written as soon as it is measured. Without a GPU the exit status is 2, but ``--tiny`` tries a study
@@ -25,7 +26,7 @@ from bench.command.files import add_files
 from bench.command.machine import environment
 from bench.command.parser import new_parser
 from bench.command.start import answer_help, run_alone, run_on_ranks, user_errors
-from bench.gpu_study import dropout, flops, losses, machine_report, overhead, overlap, profile
+from bench.gpu_study import blocks, dropout, flops, losses, machine_report, overhead, overlap, profile
 from bench.programs.driver import ContestError
 from commengine import UsageError
 from trainers.options import OneLineParser
@@ -38,10 +39,11 @@ STUDIES = {
     "overlap": overlap,
     "profile": profile,
     "dropout": dropout,
+    "blocks": blocks,
     "losses": losses,
 }
 ON_GPU = tuple(name for name in STUDIES if name != "losses")  # the others only read files
-ON_RANKS = ("flops", "overlap", "profile", "dropout")  # each process is a rank of a job
+ON_RANKS = ("flops", "overlap", "profile", "dropout", "blocks")  # each process is a rank of a job
 
 
 def parser() -> OneLineParser:

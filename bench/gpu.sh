@@ -194,7 +194,8 @@ live() {
     stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
         tests/commengine/device/test_gpu.py $also
     stage gpu_serial 60 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" ${dry:+-k flat} \
-        tests/trainers/training/test_clipping.py tests/tplayers/test_rng_dropout.py
+        tests/trainers/training/test_clipping.py tests/tplayers/test_rng_dropout.py \
+        tests/tplayers/context/test_kernels.py
     stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
         tests/commengine/device/test_gpu.py $also
     find_two_ranks
@@ -240,16 +241,27 @@ right() {
     train dp2_staged 2 60 $staged
     train zero1_staged 2 60 $staged --use-distributed-optimizer
     train overlap_staged 2 60 $staged --overlap-grad-reduce --ddp-bucket-size 100000
+    train pp2_staged 2 60 $staged --pipeline-model-parallel-size 2
+    train cp2_staged 2 60 $staged --context-parallel-size 2 --cp-comm-type p2p
     train bf16 1 60 --device $device --bf16
     find_two_ranks
     if [ -n "$two_ranks" ]; then
-        with=$two_ranks
+        with=$two_ranks cp2='--context-parallel-size 2 --cp-comm-type'
         train tp2_nccl 2 60 --device $device --tensor-model-parallel-size 2
         train dp2_nccl 2 60 --device $device
+        train pp2_nccl 2 60 --device $device --pipeline-model-parallel-size 2
+        train pp2_interleaved_nccl 2 60 --device $device --pipeline-model-parallel-size 2 \
+            --num-layers-per-virtual-pipeline-stage 1
+        train cp2_a2a_nccl 2 60 --device $device $cp2 a2a
+        train cp2_ring_nccl 2 60 --device $device $cp2 p2p
+        train cp2_gather_nccl 2 60 --device $device $cp2 all_gather
+        train cp2_ring_bf16 2 60 --device $device $cp2 p2p --bf16
         with=''
     else
-        left_out tp2_nccl "$why"
-        left_out dp2_nccl "$why"
+        for name in tp2_nccl dp2_nccl pp2_nccl pp2_interleaved_nccl cp2_a2a_nccl cp2_ring_nccl cp2_gather_nccl \
+            cp2_ring_bf16; do
+            left_out $name "$why"
+        done
     fi
     train cpu 1 90 --device cpu
     train resumed 1 90 --device cpu --load "$work/results/runs/cuda/$(printf 'iter_%07d' $half)"
@@ -273,6 +285,8 @@ fast() {
     stage profile 50 "$mpiexec" -n 1 "$python" -m bench.gpu profile $tiny --output "$r/profile.md" --json "$r/profile.json"
     stage dropout 70 "$mpiexec" -n 1 "$python" -m bench.gpu dropout $tiny ${dry:+--rounds 1} --output "$r/dropout.md" \
         --json "$r/dropout.json"
+    stage blocks 60 "$mpiexec" -n 1 "$python" -m bench.gpu blocks $tiny ${dry:+--rounds 1} --output "$r/blocks.md" \
+        --json "$r/blocks.json"
     stage flops 160 "$mpiexec" -n 1 "$python" -m bench.gpu flops $tiny ${dry:+--eager-only} --models 355M \
         --output "$r/flops.md" --json "$r/flops.json"
     stage overlap 50 "$mpiexec" -n "$ranks" "$python" -m bench.gpu overlap $tiny --rounds $overlap_rounds \

@@ -45,6 +45,14 @@ COMPARISONS = (
     Comparison("compiled", "bf16", COMPILED),
     Comparison("tp2_nccl", "tp2_staged", FP32, optional=True),
     Comparison("dp2_nccl", "dp2_staged", FP32, optional=True),
+    Comparison("pp2_staged", "cuda", FP32),
+    Comparison("pp2_nccl", "pp2_staged", FP32, optional=True),
+    Comparison("pp2_interleaved_nccl", "pp2_staged", FP32, optional=True),
+    Comparison("cp2_staged", "cuda", FP32),
+    Comparison("cp2_a2a_nccl", "cp2_staged", FP32, optional=True),
+    Comparison("cp2_ring_nccl", "cp2_staged", FP32, optional=True),
+    Comparison("cp2_gather_nccl", "cp2_staged", FP32, optional=True),
+    Comparison("cp2_ring_bf16", "bf16", BF16, optional=True),
 )
 
 

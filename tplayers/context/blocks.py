@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from .kernels import BlockKernel, kernel_of
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
@@ -43,9 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Te
     and the lse may have a higher precision than q.
     """
     k, v = _repeated(k, q), _repeated(v, q)
-    if _fused(q, mask):
-        out, lse = _kernel(q, k, v, 0.0, mask.causal, attn_mask=_expanded(mask.bias, q, k))
-        return out, lse
+    bias = _expanded(mask.bias, q, k)
+    if (kernel := _kernel(q, k, v, mask, bias)) is not None:
+        return kernel.forward(q, k, v, mask.causal, bias)
     scores = _scores(q, k, mask)
     lse = scores.logsumexp(-1)
     return _dropped(scores.sub_(lse.unsqueeze(-1)).exp_(), mask) @ v.to(scores.dtype), lse
@@ -57,9 +56,9 @@ def attend_backward(
     """The gradients of q, k and v of one block. out, lse: of *all* blocks of these queries; grad: of ``out``."""
     groups = k.shape[1]
     k, v = _repeated(k, q), _repeated(v, q)
-    if _fused(q, mask):
-        bias = _expanded(mask.bias, q, k)
-        dq, dk, dv = _kernel_backward(grad, q, k, v, out, lse, 0.0, mask.causal, attn_mask=bias)
+    bias = _expanded(mask.bias, q, k)
+    if (kernel := _kernel(q, k, v, mask, bias)) is not None:
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, mask.causal, bias)
     else:
         weights = _scores(q, k, mask).sub_(lse.unsqueeze(-1)).exp_()
         grad = grad.to(weights.dtype)
@@ -82,9 +81,9 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     torch.logaddexp(lse, more_lse, out=lse)
 
 
-def _fused(q: Tensor, mask: BlockMask) -> bool:
-    # No fused kernel takes dropout by position, and that of a device returns its lse in other forms for other dtypes.
-    return q.is_cpu and mask.kept is None
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: Tensor | None) -> BlockKernel | None:
+    # No fused kernel takes dropout by position.
+    return None if mask.kept is not None else kernel_of(q, k, v, mask.causal, bias)
 
 
 def _scores(q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:

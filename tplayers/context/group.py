@@ -52,9 +52,10 @@ class ContextGroup:
             comm.compare(f"ContextGroup(method={method!r}, causal={causal!r}, threaded={threaded!r})")
         self.comm, self.method, self.causal = comm, method, causal
         self.chunks = SequenceChunks(comm.size, zigzag=causal and method != "ulysses")
-        device = comm.device.type != "cpu"  # its streams have no threads
-        count = {"ulysses": 0, "gather": int(threaded or device), "ring": 2}[method] if comm.size > 1 else 0
-        self._streams = [comm.new_stream(threaded=threaded) for _ in range(count)]
+        # NCCL's streams have no threads, and messages of device tensors that MPI carries need them.
+        queued = threaded or comm.device.type != "cpu"
+        count = {"ulysses": 0, "gather": int(queued), "ring": 2}[method] if comm.size > 1 else 0
+        self._streams = [comm.new_stream(threaded=queued) for _ in range(count)]
 
     def part(self, s: int) -> int:
         """How many positions of a sequence of ``s`` a rank has."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commengine import Communicator, Stream, Work
 
-from .orders import Action
+from .orders import Action, in_turn
 
 
 class StageMessages:
@@ -25,6 +25,12 @@ class StageMessages:
     Each sender sends in the order of its actions, and its receiver knows this order. A receive begins one message
     before it is needed. No message waits behind another one: where a stream does one thing after the other, each
     direction of each link has a stream of its own.
+
+    On a device the first training pass and the first evaluation are different. CUDA loads a kernel when it is launched
+    for the first time, and may then wait until the device has nothing left to do (CUDA Programming Guide, "Lazy
+    Loading"). A receive that runs meanwhile must not need a later message of this rank, and a message that was sent
+    must find its receive. So there is one order of the actions of all ranks, and each receive begins before the first
+    action that comes after the sender's (`trainers.pipeline.orders.in_turn`).
     """
 
     def __init__(self, pipeline: Communicator, chunks: int, *, threaded: bool) -> None:
@@ -41,9 +47,11 @@ class StageMessages:
             [pipeline.new_stream(threaded=queued) for _ in range(count)] for _ in ("activations", "gradients")
         )
         self._sent: deque[Work] = deque()  # each keeps its tensor
-        self._connected = pipeline.device.type == "cpu"
+        self._on_host = pipeline.device.type == "cpu"
+        self._connected = self._on_host
+        self._loaded: set[bool] = set()  # whether passes with backwards, and without, have loaded their kernels
 
-    def begin(self, orders: Sequence[Iterable[Action]], like: Callable[[int], Tensor], most: int | None = None) -> None:
+    def begin(self, orders: Sequence[Sequence[Action]], like: Callable[[int], Tensor], most: int | None = None) -> None:
         """Begin a pass in which each rank does its order. like: new memory for a message of a micro-batch.
 
         most: messages that may be on their way before a further send waits. None: the order bounds them.
@@ -51,12 +59,16 @@ class StageMessages:
         self._most = most
         if not self._connected and any(orders):
             self._connect(like)
+        backward = any(action.backward for one in orders for action in one)
+        ahead = self._on_host or backward in self._loaded
+        self._loaded.add(backward)
+        self._turns = iter([] if ahead else in_turn(orders))
         rank, after, before = self.pipeline.rank, self._after, self._before
         sent = [self._target(before, action) for action in orders[before] if not action.backward]
         given = [self._target(after, action) for action in orders[after] if action.backward]
         inputs, gradients = self.activation_streams[self._links[before]], self.gradient_streams[self._links[rank]]
-        self._inputs = _Inbox(self.pipeline, before, inputs, sent, like, backward=False)
-        self._incoming = _Inbox(self.pipeline, after, gradients, given, like, backward=True)
+        self._inputs = _Inbox(self.pipeline, before, inputs, sent, like, ahead, backward=False)
+        self._incoming = _Inbox(self.pipeline, after, gradients, given, like, ahead, backward=True)
 
     def _connect(self, like: Callable[[int], Tensor]) -> None:
         """Send a message over every link in each direction, before a pass.
@@ -73,6 +85,16 @@ class StageMessages:
                         if link < last and self._links[link] == number:
                             getattr(self.pipeline, name)(like(0), peer)
         self._connected = True
+
+    def before(self, action: Action) -> None:
+        """Begin the receives that must begin before an action. To call before each action of a pass."""
+        for rank, done in self._turns:
+            if rank == self.pipeline.rank:
+                assert done == action
+                return
+            neighbour, inbox = (self._after, self._incoming) if done.backward else (self._before, self._inputs)
+            if rank == neighbour and self._target(rank, done) is not None:
+                inbox.begin()
 
     def _target(self, rank: int, action: Action) -> tuple[int, int] | None:
         """(Micro-batch, chunk of the receiver) of what ``rank`` sends after ``action``; None if it sends nothing."""
@@ -109,18 +131,24 @@ class StageMessages:
 
 
 class _Inbox:
-    """The messages of one kind from one rank, in the order in which it sends them: one receive is always ahead."""
+    """The messages of one kind from one rank, in the order in which it sends them.
+
+    ahead: one receive begins before it is needed. Otherwise the owner begins each of them.
+    """
 
     def __init__(
         self, comm: Communicator, src: int, stream: Stream, sent: Iterable[tuple[int, int] | None],
-        like: Callable[[int], Tensor], *, backward: bool,
+        like: Callable[[int], Tensor], ahead: bool, *, backward: bool,
     ) -> None:  # fmt: skip
         self._comm, self._src, self._stream, self._like, self._backward = comm, src, stream, like, backward
+        self._ahead = ahead
         self._coming = deque(one for one in sent if one is not None)
         self._begun: dict[tuple[int, int], tuple[Work, Tensor]] = {}
-        self._begin()
+        if ahead:
+            self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin the next receive, if there is one."""
         if self._coming:
             key = self._coming.popleft()
             tensor = self._like(key[0])
@@ -128,11 +156,11 @@ class _Inbox:
                 self._begun[key] = self._comm.recv(tensor, self._src, stream=self._stream), tensor
 
     def take(self, microbatch: int, chunk: int) -> Tensor:
-        """Wait for a message, and begin the next one."""
+        """Wait for a message, and begin the next one if one is to be ahead."""
         while (microbatch, chunk) not in self._begun:
-            self._begin()
+            self.begin()
         work, tensor = self._begun.pop((microbatch, chunk))
         work.wait()
-        if not self._begun:
-            self._begin()
+        if self._ahead and not self._begun:
+            self.begin()
         return tensor

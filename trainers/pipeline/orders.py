@@ -48,6 +48,27 @@ def forwards(stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
     return [Action(False, one, chunk) for group in groups for chunk in range(chunks) for one in group]
 
 
+def in_turn(orders: Sequence[Sequence[Action]]) -> list[tuple[int, Action]]:
+    """(Rank, action) for all actions of a pass, one after the other: each comes after the ones whose results it needs.
+
+    orders: the actions of each rank. Among those that could come next, every rank does one in turn.
+    """
+    stages = len(orders)
+    last = stages * (1 + max((action.chunk for order in orders for action in order), default=0)) - 1
+    left, done, found = [list(reversed(order)) for order in orders], set(), []
+    while any(left):
+        for rank, actions in enumerate(left):
+            if not actions:
+                continue
+            backward, microbatch, chunk = actions[-1]
+            virtual = chunk * stages + rank
+            first = virtual == (last if backward else 0)
+            if first or (backward, microbatch, virtual + (1 if backward else -1)) in done:
+                done.add((backward, microbatch, virtual))
+                found.append((rank, actions.pop()))
+    return found
+
+
 def _groups(stages: int, microbatches: int, chunks: int) -> Sequence[range]:
     """The micro-batches that go through all chunks before the next ones start: p of them, or nearly so."""
     if chunks == 1:

@@ -53,6 +53,8 @@ class Schedule:
         self._begin(orders, count, like)
         for action in orders[self.pipeline.rank]:
             _, number, chunk = action
+            if self.messages is not None:
+                self.messages.before(action)
             with self.about(action):
                 if not action.backward:
                     kept[number, chunk] = self._forward(number, chunk, forward)
@@ -77,6 +79,8 @@ class Schedule:
         # No backward holds an early stage back. Interleaving needs fewer than 2 p messages on their way.
         self._begin(orders, count, like, most=2 * size)
         for action in orders[self.pipeline.rank]:
+            if self.messages is not None:
+                self.messages.before(action)
             with self.about(action):
                 self._forward(action.microbatch, action.chunk, forward)
         if self.messages is not None:

@@ -14,7 +14,9 @@ from commengine.errors import TransferError
 from tests.commengine.test_communicator_collectives import (  # noqa: F401  run here with the `run` of this file
     test_all_gather,
     test_all_gather_in_place,
+    test_all_gather_v,
     test_all_to_all,
+    test_all_to_all_v,
     test_broadcast,
     test_gather,
     test_scatter,
@@ -127,6 +129,39 @@ def test_coalesced_calls(comm):
     assert all((tensor == sum(range(comm.size))).all() for tensor in tensors)
     assert (received == (comm.rank - 1) % comm.size).all()
     assert torch.equal(gathered.cpu(), torch.arange(comm.size).repeat_interleave(5).float())
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+def test_rows_whose_numbers_the_receiver_does_not_know(mpi_world, transport):
+    """Other numbers at each call, of bits that tell the sender; counts travel by way of the host."""
+    with opened(mpi_world, transport) as comm:
+        for turn in range(5):
+            counts = [[(turn + 2 * rank + 3 * to) % 5 for to in range(comm.size)] for rank in range(comm.size)]
+            mine = torch.cat(
+                [torch.full((count, 3), 10.0 * comm.rank + to) for to, count in enumerate(counts[comm.rank])]
+            )
+            received = torch.full((5 * comm.size, 3), -1.0, device=comm.device)
+            come = comm.exchange_rows(received, mine.to(comm.device), counts[comm.rank])
+            assert come == [of[comm.rank] for of in counts]
+            parts = [torch.full((count, 3), 10.0 * rank + comm.rank) for rank, count in enumerate(come)]
+            assert torch.equal(received[: sum(come)].cpu(), torch.cat(parts)) and (received[sum(come) :] == -1).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_on_streams_arrive_in_order(comm):
+    """A pipeline's messages: both directions at the same time, and the next ones before the first have arrived."""
+    there, back = connected_stream(comm), connected_stream(comm)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    works, found = [], []
+    for number in range(6):
+        sent = torch.full((1 << 16,), float(10 * comm.rank + number), device=comm.device)
+        for stream, to, of in ((there, after, before), (back, before, after)):
+            received = torch.full_like(sent, float("nan"))
+            works.append(comm.sendrecv(sent, to, received, of, stream=stream))
+            found.append((received, 10.0 * of + number))
+    for work in works:
+        work.wait()
+    assert all((received == value).all() for received, value in found)
 
 
 @pytest.mark.mpi(min_size=2)
