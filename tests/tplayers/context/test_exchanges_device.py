@@ -11,6 +11,7 @@ from tests.support.device.device_stand_in import communicator_stand_in, on_devic
 from tests.support.device.eager_streams import EagerRuns
 from tplayers.context import exchanges
 from tplayers.context.exchanges import GatheredExchange, RingExchange
+from tplayers.context.group import ContextGroup
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -68,3 +69,12 @@ def test_all_blocks_come_and_their_gradients_go_back(device, kind):
         others = sum(10.0**other for other in range(size) if other != rank)
         assert torch.equal(total.as_subclass(torch.Tensor), torch.full(SHAPE, others * (rank + 1), dtype=torch.float64))
     comm.close()
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_a_group_without_threads_has_them_for_device_tensors_that_mpi_carries(mpi_world, monkeypatch, method):
+    comm, _ = communicator_stand_in(monkeypatch, mpi_world, "staged")
+    with comm:
+        exchange = ContextGroup(comm, method, threaded=False)._exchange()
+        for owner, found in exchange.blocks(on_device(block(comm.rank))):
+            assert torch.equal(found.as_subclass(torch.Tensor), block(owner))

@@ -3,7 +3,7 @@
 import pytest
 
 from commengine.cost import bubble, kept_microbatches, timeline
-from trainers.pipeline.orders import Action, forwards, order
+from trainers.pipeline.orders import Action, forwards, in_turn, order
 
 SHAPES = [
     (stages, chunks, microbatches)
@@ -81,3 +81,17 @@ def test_interleaving_needs_a_microbatch_for_each_stage():
 
 def test_an_action_says_what_it_is():
     assert str(Action(True, 3, 1)) == "backward of micro-batch 3, chunk 1"
+
+
+def test_one_order_of_all_ranks_has_each_action_after_what_it_needs():
+    for stages, chunks, microbatches in SHAPES:
+        training = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
+        for orders in (training, [forwards(stages, microbatches, chunks)] * stages):
+            found = in_turn(orders)
+            for rank, actions in enumerate(orders):
+                assert [action for of, action in found if of == rank] == actions
+            done = set()
+            for rank, (back, microbatch, chunk) in found:
+                virtual, step = chunk * stages + rank, 1 if back else -1
+                assert virtual == (stages * chunks - 1 if back else 0) or (back, microbatch, virtual + step) in done
+                done.add((back, microbatch, virtual))
