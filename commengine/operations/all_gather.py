@@ -9,7 +9,9 @@ from torch import Tensor
 from commengine.device.nccl import NcclWire
 from commengine.dtypes import NCCL_BYTE, unseen
 from commengine.host.wire import MpiWire
+from commengine.shared_memory.copying import copy_bytes
 from commengine.shared_memory.sequence import SequenceMemory
+from commengine.shared_memory.slots import bytes_of
 from commengine.shared_memory.windows import WindowTensor
 from commengine.stream import DONE, Stream, Work
 
@@ -100,7 +102,7 @@ def gather_rows(memory: SequenceMemory, output: Tensor, input: Tensor, bounds: S
     slots = memory.slots
     assert slots is not None
     rank, stride = slots.rank, slots.slot_bytes
-    source, target, low = slots.bytes_of(input), slots.bytes_of(output), bounds[rank]
+    source, target, low = bytes_of(input), bytes_of(output), bounds[rank]
     in_place = input.data_ptr() == output.data_ptr() + low
     others = [other for other in range(slots.size) if other != rank]
 
@@ -111,7 +113,7 @@ def gather_rows(memory: SequenceMemory, output: Tensor, input: Tensor, bounds: S
         start = chunk * stride
         if not in_place:
             part = source[start : start + stride]
-            target[low + start : low + start + len(part)] = part
+            copy_bytes(target.start + low + start, part.start, len(part))
         for other in others:
             slots.get(
                 target[bounds[other] + start : min(bounds[other] + start + stride, bounds[other + 1])], other, slot

@@ -11,7 +11,7 @@ from commengine.dtypes import HALF_TYPES, NCCL_REDUCTIONS, TREE, reduce_unseen
 from commengine.host.wire import LONG_BYTES, SMALL_BYTES, MpiWire, divide
 from commengine.shared_memory.flags import REDUCED
 from commengine.shared_memory.sequence import SequenceMemory
-from commengine.shared_memory.slots import chunks_of, flat_of
+from commengine.shared_memory.slots import bytes_of, chunks_of, flat_of
 from commengine.shared_memory.windows import WindowTensor, blocks
 from commengine.stream import DONE, Stream, Work
 
@@ -74,7 +74,7 @@ class AllReduce(Operation):
         flat, slots = flat_of(tensor), memory.slots
         assert slots is not None
         if slots.size == 2:
-            source = slots.bytes_of(flat)
+            source = bytes_of(flat)
             reduce_two(memory, "all_reduce", len(source), source, flat, flat, op)
         else:
             _reduce_rows(memory, flat, memory.rows(flat.numel()), op)
@@ -138,7 +138,7 @@ def _reduce_rows(memory: SequenceMemory, flat: Tensor, rows: Sequence[slice], op
     slots = memory.slots
     assert slots is not None
     rank, size, item, step = slots.rank, slots.size, flat.itemsize, slots.step(flat, slots.size)
-    target, stride, count = slots.bytes_of(flat), step * item, chunks_of(rows, step)
+    target, stride, count = bytes_of(flat), step * item, chunks_of(rows, step)
     own, last = flat[rows[rank]], (size - 1) * step  # the results lie after the rows that were handed out
 
     def take(chunk: int, slot: int) -> None:

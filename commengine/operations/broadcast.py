@@ -8,6 +8,7 @@ from commengine.device.nccl import NcclWire
 from commengine.dtypes import NCCL_BYTE
 from commengine.host.wire import MpiWire
 from commengine.shared_memory.sequence import SequenceMemory
+from commengine.shared_memory.slots import bytes_of
 from commengine.shared_memory.windows import WindowTensor
 from commengine.stream import DONE, Stream, Work
 
@@ -42,7 +43,7 @@ class Broadcast(Operation):
     def in_slots(self, memory: SequenceMemory, tensor: Tensor, root: int) -> None:
         slots = memory.slots
         assert slots is not None
-        here, stride, target = slots.rank == root, slots.slot_bytes, slots.bytes_of(tensor)
+        here, stride, target = slots.rank == root, slots.slot_bytes, bytes_of(tensor)
 
         def fill(chunk: int, slot: int) -> None:
             if here:

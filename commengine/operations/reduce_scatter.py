@@ -11,7 +11,7 @@ from commengine.device.nccl import NcclWire, numbers_of
 from commengine.dtypes import HALF_TYPES, NCCL_REDUCTIONS, TREE, reduce_in_order, reduce_unseen, unseen
 from commengine.host.wire import SMALL_BYTES, MpiWire, divide
 from commengine.shared_memory.sequence import SequenceMemory
-from commengine.shared_memory.slots import chunks_of, flat_of, parts_of
+from commengine.shared_memory.slots import bytes_of, chunks_of, flat_of, parts_of
 from commengine.shared_memory.windows import WindowTensor, blocks
 from commengine.stream import DONE, Stream, Work
 
@@ -152,7 +152,7 @@ def reduce_rows(memory: SequenceMemory, output: Tensor, flat: Tensor, rows: Sequ
     nbytes = (rows[-1].stop - rows[0].start) * item  # the same number on every rank
     if slots.size == 2:
         other = rows[1 - slots.rank]
-        source = slots.bytes_of(flat)[other.start * item : other.stop * item]
+        source = bytes_of(flat)[other.start * item : other.stop * item]
         reduce_two(memory, "reduce_scatter", nbytes, source, flat[row], output, op)
         return
     step = slots.step(flat, slots.size - 1)
@@ -167,9 +167,11 @@ def reduce_rows(memory: SequenceMemory, output: Tensor, flat: Tensor, rows: Sequ
 
 
 def reduce_two(
-    memory: SequenceMemory, operation: str, nbytes: int, source: memoryview, own: Tensor, output: Tensor, op: str
+    memory: SequenceMemory, operation: str, nbytes: int, source: range, own: Tensor, output: Tensor, op: str
 ) -> None:
     """Give the other one of two ranks ``source``, and reduce what it gives with ``own`` into ``output``.
+
+    source: the addresses of bytes (`bytes_of`).
 
     In an all-reduce both ranks reduce everything: one wait a chunk instead of two, for as many bytes read and written.
     """

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from commengine.dtypes import reduce_unseen, unseen
-from commengine.mpi import load_mpi
 
+from .copying import copy_bytes
 from .flags import FILLED, PRIVATE, Flags
 from .segment import SharedSegment
 
@@ -44,8 +44,7 @@ class Slots:
     def __init__(self, flags: Flags, segment: SharedSegment) -> None:
         self.flags, self.rank, self.size = flags, flags.rank, flags.size
         self.slot_bytes, self._slots = SLOT_BYTES, SLOTS
-        self._bytes, self._memory, self._addresses = segment.parts, segment.memory, segment.addresses
-        self._address = load_mpi().memory.fromaddress
+        self._bytes, self._addresses = segment.parts, segment.addresses
         self._views: dict[tuple[object, ...], Tensor] = {}
         self.chunks = 0  # of all collectives so far
 
@@ -84,22 +83,20 @@ class Slots:
         """Wait until every other rank has done ``stage`` of a chunk of the present collective."""
         self.flags.wait_for(stage, self.chunks + chunk + 1)
 
-    def put(self, source: memoryview, slot: int, offset: int = 0) -> None:
-        """Copy ``source`` to byte ``offset`` of a slot of this rank."""
-        begin = slot * self.slot_bytes + offset
-        self._memory[self.rank][begin : begin + len(source)] = source
+    def put(self, source: range, slot: int, offset: int = 0) -> None:
+        """Copy the bytes at the addresses ``source`` to byte ``offset`` of a slot of this rank."""
+        copy_bytes(self._addresses[self.rank] + slot * self.slot_bytes + offset, source.start, len(source))
 
-    def get(self, target: memoryview, rank: int, slot: int, offset: int = 0) -> None:
-        """Fill ``target`` from byte ``offset`` of a slot of ``rank``."""
-        begin = slot * self.slot_bytes + offset
-        target[:] = self._memory[rank][begin : begin + len(target)]
+    def get(self, target: range, rank: int, slot: int, offset: int = 0) -> None:
+        """Fill the bytes at the addresses ``target`` from byte ``offset`` of a slot of ``rank``."""
+        copy_bytes(target.start, self._addresses[rank] + slot * self.slot_bytes + offset, len(target))
 
     def handing_out(self, flat: Tensor, rows: Sequence[slice], step: int) -> Part:
         """Return the function that copies each row to where the rank that reduces it finds it.
 
         In the slot of rank q, the row of rank r is number (r - q - 1) modulo the node's size.
         """
-        source, item, rank, size = self.bytes_of(flat), flat.itemsize, self.rank, self.size
+        source, item, rank, size = bytes_of(flat), flat.itemsize, self.rank, self.size
         stride = step * item
         others = [(other, row) for other, row in enumerate(rows) if other != rank]
         handed = [(row.start * item, row.stop * item, (other - rank - 1) % size * stride) for other, row in others]
@@ -122,10 +119,6 @@ class Slots:
         """Return the elements of a chunk when a slot holds a chunk of each of ``rows`` rows."""
         return self.slot_bytes // int(flat.itemsize) // rows // ALIGNMENT * ALIGNMENT
 
-    def bytes_of(self, tensor: Tensor) -> memoryview:
-        """Return the tensor's memory."""
-        return memoryview(self._address(tensor.data_ptr(), tensor.nbytes))
-
     def view(self, dtype: torch.dtype, slot: int, rank: int, start: int, numel: int) -> Tensor:
         """Return ``numel`` elements of a rank's slot as a tensor, from element ``start`` on."""
         key = (dtype, slot, rank, start, numel)
@@ -138,6 +131,12 @@ class Slots:
                 view = self._bytes[rank][begin : begin + numel * dtype.itemsize].view(dtype)
             self._views[key] = view
         return view
+
+
+def bytes_of(tensor: Tensor) -> range:
+    """Return the addresses of the tensor's bytes."""
+    address = tensor.data_ptr()
+    return range(address, address + tensor.nbytes)
 
 
 def chunks_of(rows: Sequence[slice], step: int) -> int:

@@ -11,6 +11,7 @@ from commengine.errors import call_error
 from commengine.host.wire import MpiWire
 from commengine.operations.checks import Caller, TensorLike
 from commengine.operations.operation import Run
+from commengine.shared_memory.copying import copy_bytes
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 from commengine.stream import Stream, Work
@@ -20,7 +21,6 @@ from .rows import (
     UnevenOperation,
     checked_rows,
     checked_uneven,
-    copy_bytes,
     in_bytes,
     in_place_of,
     row_bytes_of,

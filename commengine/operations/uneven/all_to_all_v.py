@@ -15,6 +15,7 @@ from commengine.host.wire import MpiWire
 from commengine.operations.all_to_all import ALL_TO_ALL
 from commengine.operations.checks import Caller, TensorLike
 from commengine.operations.operation import Run
+from commengine.shared_memory.copying import copy_bytes
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 from commengine.stream import DONE, Stream, Work
@@ -27,7 +28,6 @@ from .rows import (
     UnevenOperation,
     checked_rows,
     checked_uneven,
-    copy_bytes,
     in_bytes,
     in_place_of,
     row_bytes_of,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from commengine.shared_memory.copying import copy_bytes
 from commengine.shared_memory.flags import FILLED, PRIVATE
 from commengine.shared_memory.slots import Slots
-
-from .rows import copy_bytes
 
 
 def hand_out(slots: Slots, source: int, rows: Sequence[int], width: int, chunk: int) -> None:

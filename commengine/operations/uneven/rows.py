@@ -5,14 +5,12 @@ A program says the numbers of rows as integers. They change from call to call, s
 
 from __future__ import annotations
 
-import ctypes
 import math
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from commengine.errors import call_error
@@ -21,14 +19,6 @@ from commengine.operations.operation import Operation, Run
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 from commengine.shared_memory.windows import WindowTensor
-
-#: up to so many bytes the system's copy is as fast as torch's wherever they lie
-ANYWHERE_BYTES = 4096
-#: the bytes by which a copy's target is behind its source, modulo a page, where AMD's processors copy a tenth as fast
-#: with the system's instruction for it: 2 GB/s in place of 20, measured on an EPYC with glibc 2.36
-_ALIASED = range(1, 64)
-
-_memmove = ctypes.memmove
 
 
 class Counts(list[int]):
@@ -66,16 +56,6 @@ class UnevenOperation(Operation):
     def unmatched(self, wire: Any, *args: Any) -> str | None:
         """Compare the numbers of rows with those of the other ranks. Collective. Returns what does not fit, or None."""
         return None
-
-
-def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copy from an address to another one. Python's other threads run meanwhile."""
-    if nbytes > ANYWHERE_BYTES and (target - source) % 4096 in _ALIASED:
-        memory = ctypes.c_ubyte * nbytes
-        to, of = (torch.frombuffer(memory.from_address(one), dtype=torch.uint8) for one in (target, source))
-        to.copy_(of)
-    else:
-        _memmove(target, source, nbytes)
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from commengine.host.wire import MpiWire
 from commengine.mpi import load_mpi
+from commengine.shared_memory.copying import copy_bytes
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 
-from .rows import Counts, Received, Rows, copy_bytes, in_bytes, in_place_of, row_bytes_of, starts_of, too_many
+from .rows import Counts, Received, Rows, in_bytes, in_place_of, row_bytes_of, starts_of, too_many
 
 
 def in_two_levels(

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, trace
-from commengine.operations.uneven.rows import copy_bytes
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4)]
 
@@ -237,15 +236,3 @@ def test_ranks_that_come_late_wait_for_nobodys_memory(shared):
         comm.all_to_all_v(y, x, [4] * n, [4] * n)
         x.fill_(-1)
         assert y.tolist() == [10 * turn + rank for rank in range(n) for _ in range(4)]
-
-
-@pytest.mark.parametrize("behind", [-40, -1, 0, 1, 17, 63, 64, 100])
-def test_copies_are_right_wherever_they_lie(mpi_world, behind):
-    memory = torch.randint(0, 256, (40_000,), dtype=torch.uint8)
-    target = torch.zeros(40_000, dtype=torch.uint8)
-    start = 4200 + (memory.data_ptr() - target.data_ptr() + behind) % 4096
-    for nbytes in (0, 1, 4096, 4097, 30_000):
-        target.zero_()
-        copy_bytes(target.data_ptr() + start, memory.data_ptr() + 4200, nbytes)
-        assert torch.equal(target[start : start + nbytes], memory[4200 : 4200 + nbytes])
-        assert not target[:start].any() and not target[start + nbytes :].any()
