@@ -200,12 +200,14 @@ live() {
         tests/commengine/device/test_gpu.py $also
     find_two_ranks
     if [ -z "$two_ranks" ]; then
-        for name in gpu_tests_2 gpu_tests_serial; do left_out $name "$why"; done
+        for name in gpu_tests_2 gpu_experts gpu_tests_serial; do left_out $name "$why"; done
         compile_tests
         return
     fi
     stage gpu_tests_2 120 env $two_ranks RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" \
         ${some:+-k "$some"} tests/commengine/device/test_gpu.py $also
+    stage gpu_experts 60 env $two_ranks RANKS="1 2" "$python" tests/run -m "${dry:+mpi or }gpu and mpi" \
+        ${some:+-k "$some"} tests/tplayers/experts/test_moe_device.py $also
     [ "$gpus" -lt 4 ] || stage gpu_tests_4 120 env RANKS=4 "$python" tests/run -m "gpu and mpi" \
         tests/commengine/device/test_gpu.py
     stage gpu_tests_serial 125 env $two_ranks RANKS=0 "$python" tests/run -n0 -m "${dry:+not gpu or }gpu" \
@@ -243,6 +245,9 @@ right() {
     train overlap_staged 2 60 $staged --overlap-grad-reduce --ddp-bucket-size 100000
     train pp2_staged 2 60 $staged --pipeline-model-parallel-size 2
     train cp2_staged 2 60 $staged --context-parallel-size 2 --cp-comm-type p2p
+    moe='--disable-bias-linear --num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001'
+    train moe 1 60 --device $device $moe
+    train moe_tp2_staged 2 60 $staged $moe --tensor-model-parallel-size 2 --sequence-parallel
     train bf16 1 60 --device $device --bf16
     find_two_ranks
     if [ -n "$two_ranks" ]; then
@@ -264,6 +269,7 @@ right() {
         done
     fi
     train cpu 1 90 --device cpu
+    train moe_cpu 1 90 --device cpu $moe
     train resumed 1 90 --device cpu --load "$work/results/runs/cuda/$(printf 'iter_%07d' $half)"
     if command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null; then
         train compiled 1 240 --device $device --bf16 --compile

@@ -40,6 +40,7 @@ ROOMS = {
         {"placement", "cross_entropy"},
         {"linear", "norm", "fields", "context"},  # fields, context: split in space, and along the sequence
         {"embedding", "attention", "mlp"},
+        {"experts"},  # many feed-forward blocks, of which each token has a few
         {"models"},
         {"canonical"},  # the same layers and models, with the same bits at every tensor-parallel size
         {"generation"},  # tokens from a model, one after the other

@@ -14,6 +14,9 @@ from .context.group import ContextMethod as ContextMethod
 from .cross_entropy import class_cross_entropy as class_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from .experts.losses import RouterLosses as RouterLosses
+from .experts.moe import ExpertOptions as ExpertOptions
+from .experts.moe import MoE as MoE
 from .fields.conv import FieldConv as FieldConv
 from .fields.conv import FieldConvTranspose as FieldConvTranspose
 from .fields.norm import FieldBatchNorm as FieldBatchNorm

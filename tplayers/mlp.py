@@ -55,6 +55,10 @@ class MLP(nn.Module):
         result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
         return result
 
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's summand of Z: without f, g and biases. x: [..., hidden_size]."""
+        return F.linear(F.gelu(F.linear(x, self.up.weight), approximate=GELUS[self.gelu]), self.down.weight)
+
 
 class SwiGLU(nn.Module):
     """Z = (SiLU(X G) * (X U)) B (Shazeer 2020): G and U are split by columns, B by rows.
@@ -82,6 +86,10 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(_gated(self.gate_up(x)))
         return result
+
+    def part(self, x: Tensor) -> Tensor:
+        """As `MLP.part`."""
+        return F.linear(_gated(F.linear(x, self.gate_up.weight)), self.down.weight)
 
 
 def _gated(both: Tensor) -> Tensor:

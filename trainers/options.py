@@ -66,6 +66,7 @@ COUNT = between(1, 10**6)
 SEED = NOT_NEGATIVE
 #: of a model and its batches: far above all that is trained, and far below what no memory holds
 LAYERS, HEADS, WIDTH, LENGTH = between(1, 2**14), between(1, 2**16), between(1, 2**20), between(1, 2**24)
+EXPERTS = between(1, 2**12)
 VOCABULARY, BATCH = between(1, 2**24), between(1, 2**31)
 SECONDS = ValidRange(lambda value: 0 < value <= 10**6, "must be a number above 0, and at most 1000000")
 
@@ -75,6 +76,7 @@ Batch = Annotated[int, BATCH]
 Count = Annotated[int, COUNT]
 Heads = Annotated[int, HEADS]
 Layers = Annotated[int, LAYERS]
+Experts = Annotated[int, EXPERTS]
 Length = Annotated[int, LENGTH]
 Natural = Annotated[int, NOT_NEGATIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]

@@ -45,6 +45,8 @@ COMPARISONS = (
     Comparison("compiled", "bf16", COMPILED),
     Comparison("tp2_nccl", "tp2_staged", FP32, optional=True),
     Comparison("dp2_nccl", "dp2_staged", FP32, optional=True),
+    Comparison("moe", "moe_cpu", FP32),
+    Comparison("moe_tp2_staged", "moe", FP32),
     Comparison("pp2_staged", "cuda", FP32),
     Comparison("pp2_nccl", "pp2_staged", FP32, optional=True),
     Comparison("pp2_interleaved_nccl", "pp2_staged", FP32, optional=True),

@@ -44,6 +44,8 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
         )
+    if isinstance(config, GPTTrainConfig) and config.num_experts is not None:
+        raise UsageError(f"--num-experts {config.num_experts}: the formulas of a step know no experts; leave it out")
     if config.deterministic:
         raise UsageError(
             "--deterministic: computes one sample at a time, and the formulas count micro-batches; leave it out"

@@ -54,6 +54,7 @@ from .step import sequence_parallel_collectives as sequence_parallel_collectives
 from .step import tensor_parallel_collectives as tensor_parallel_collectives
 from .transformer import StageShape as StageShape
 from .transformer import TransformerShape as TransformerShape
+from .transformer import active_parameters as active_parameters
 from .transformer import model_flops as model_flops
 from .transformer import parameter_sizes as parameter_sizes
 from .transformer import parameters as parameters

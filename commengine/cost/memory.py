@@ -89,7 +89,11 @@ def layer_activation_bytes(
         scores = of_score * shape.heads * shape.seq
     masks = 2 if kept.hidden_dropout else 0
     # Queries and context; keys and values; what the activation reads, and its result.
-    widths = 2 * shape.queries + 2 * shape.keys * shape.sharing(tensor) + (3 if shape.gated else 2) * shape.mlp
+    widths = 2 * shape.queries + 2 * shape.keys * shape.sharing(tensor) + (3 if shape.gated else 2) * shape.active_width
+    if shape.qk_norms:
+        widths += shape.queries + shape.keys * shape.sharing(tensor)
+    if shape.experts:  # a token's rows, once for each of its experts, before and after them
+        widths += 2 * shape.of_token * shape.hidden * tensor
     return sbh * (4 * e + masks) / shards + tokens * (e * widths + scores) / tensor
 
 

@@ -26,8 +26,12 @@ class TransformerShape:
     The Llama family is a "gpt" with other values of these. ffn: width of the feed-forward block; None for 4 h.
     kv_heads: heads of keys and values; None for ``heads``. head: the size of a head; None for hidden / heads. gated:
     the feed-forward block has a gate beside its first matrix. rms_norm: norms without a bias. rotary: no table of
-    positions. biases: of all linear layers; qkv_biases: of queries, keys and values at least. untied: an output layer
-    of its own.
+    positions. biases: of all linear layers; qkv_biases: of queries, keys and values at least. qk_norms: of each head's
+    queries and keys. untied: an output layer of its own.
+
+    experts: in place of a layer's feed-forward block it has so many of width ``ffn`` without biases, and a router; 0
+    for none. of_token: the experts of each token. shared: the width of an expert that all tokens have; 0 for none.
+    shared_gate: that one has a gate of h weights.
 
     Raises ValueError for sizes below 1, if ``heads`` does not divide ``hidden`` and ``head`` is None, and if
     ``kv_heads`` does not divide ``heads``.
@@ -47,7 +51,12 @@ class TransformerShape:
     rotary: bool = False
     biases: bool = True
     qkv_biases: bool = False
+    qk_norms: bool = False
     untied: bool = False
+    experts: int = 0
+    of_token: int = 1
+    shared: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head"):
@@ -65,6 +74,11 @@ class TransformerShape:
     def mlp(self) -> int:
         """The width of the feed-forward block."""
         return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def active_width(self) -> int:
+        """The width of all feed-forward blocks that a token goes through in a layer."""
+        return self.mlp if not self.experts else self.of_token * self.mlp + self.shared
 
     @property
     def head_size(self) -> int:
@@ -171,8 +185,8 @@ def _layer_sizes(shape: TransformerShape, tensor: int) -> dict[str, int]:
     h, qkv_biases = shape.hidden, shape.biases or shape.qkv_biases
     found: dict[str, int] = {}
 
-    def norm(name: str) -> None:
-        found.update({f"{name}.weight": h} | ({} if shape.rms_norm else {f"{name}.bias": h}))
+    def norm(name: str, size: int = h) -> None:
+        found.update({f"{name}.weight": size} | ({} if shape.rms_norm else {f"{name}.bias": size}))
 
     def columns(name: str, rows: int, bias: bool) -> None:
         found.update({f"{name}.weight": rows * h // tensor} | ({f"{name}.bias": rows // tensor} if bias else {}))
@@ -186,14 +200,35 @@ def _layer_sizes(shape: TransformerShape, tensor: int) -> dict[str, int]:
     else:
         columns("attention.query", shape.queries, qkv_biases)
         columns("attention.key_value", 2 * shape.keys, qkv_biases)
+    if shape.qk_norms:
+        norm("attention.query_norm", shape.head_size)
+        norm("attention.key_norm", shape.head_size)
     rows("attention.projection", shape.queries)
     norm("mlp_norm")
-    if shape.gated:
-        columns("mlp.gate_up", 2 * shape.mlp, shape.biases)
-    else:
-        columns("mlp.up", shape.mlp, shape.biases)
-    rows("mlp.down", shape.mlp)
+
+    def feed_forward(name: str, width: int) -> None:
+        columns(*((f"{name}.gate_up", 2 * width) if shape.gated else (f"{name}.up", width)), shape.biases)
+        rows(f"{name}.down", width)
+
+    if not shape.experts:
+        feed_forward("mlp", shape.mlp)
+        return found
+    found["mlp.router"] = shape.experts * h
+    if shape.shared_gate:
+        found["mlp.shared_gate"] = h
+    for number in range(shape.experts):
+        feed_forward(f"mlp.experts.{number}", shape.mlp)
+    if shape.shared:
+        feed_forward("mlp.shared_expert", shape.shared)
     return found
+
+
+def active_parameters(shape: TransformerShape) -> int:
+    """Return the number of parameters of the whole model that a token meets: of the experts those that it goes to."""
+    if not shape.experts:
+        return parameters(shape)
+    of_expert = sum(size for name, size in _layer_sizes(shape, 1).items() if name.startswith("mlp.experts.0."))
+    return parameters(shape) - shape.layers * (shape.experts - shape.of_token) * of_expert
 
 
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:
@@ -207,7 +242,7 @@ def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") ->
     require_recompute(recompute)
     tokens = batch * shape.seq
     h = shape.hidden
-    inner = (3 if shape.gated else 2) * shape.mlp
+    inner = (3 if shape.gated else 2) * shape.active_width + shape.experts
     layer = 2 * tokens * h * (2 * shape.queries + 2 * shape.keys + inner)
     attention = 4 * tokens * shape.seq * shape.queries
     logits = 2 * tokens * h * shape.vocab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias, Unpack, get_args
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from commengine import Communicator
 from tplayers.checks import require_within
 from tplayers.context.group import ContextGroup
 from tplayers.linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear, columns_together
+from tplayers.norm import NORMS, Normalization
 from tplayers.placement import Normal, require_one_of
 from tplayers.recompute import recomputed
 from tplayers.regions import gather_from_sequence_parallel_region
@@ -69,6 +70,8 @@ class SelfAttention(nn.Module):
 
     rotation: turns queries and keys, of the positions of the whole sequence (`rotary.Rotation`); None: does not.
 
+    qk_norm: the norm of each head's queries and keys, before they are rotated; None for none. norm_epsilon: of it.
+
     context: the ranks that share each sequence, or None. x then has this rank's positions (`ContextGroup.positions`),
         ``rotation`` is of these, ``padding`` is of the whole sequence, and there is no ``cache`` (else ValueError). Its
         ``causal`` must be the layer's (else ValueError). With "ring" and "gather" the scores never exist as a whole, so
@@ -94,6 +97,8 @@ class SelfAttention(nn.Module):
         attention_dropout: float = 0.0,
         dropout_mask: DropoutMask = "position",
         recompute_core: bool = False,
+        qk_norm: Normalization | None = None,
+        norm_epsilon: float = 1e-5,
         output_init: Normal = DEFAULT_INIT,
         site: str = "attention",
         context: ContextGroup | None = None,
@@ -139,6 +144,12 @@ class SelfAttention(nn.Module):
             self.qkv = ColumnParallelLinear(
                 hidden_size, 3 * num_heads * head_size, comm, qkv_bias, blocks=3, padding=of_groups, **options
             )
+        if qk_norm is not None:
+            # Each rank has some of the heads, and so a part of the gradients.
+            of_head: dict[str, Any] = {"sequence_parallel": comm.size > 1, "dtype": options.get("dtype")}
+            self.query_norm = NORMS[qk_norm](head_size, norm_epsilon, **of_head)
+            self.key_norm = NORMS[qk_norm](head_size, norm_epsilon, **of_head)
+        self.qk_norm = qk_norm
         options["init"] = output_init
         self.projection = RowParallelLinear(
             num_heads * head_size, hidden_size, comm, bias, padding=of_queries, **options
@@ -165,6 +176,8 @@ class SelfAttention(nn.Module):
         if cache is not None and self.context is not None:
             raise ValueError("a key-value cache excludes a context group, whose ranks have parts of a sequence")
         q, k, v = self._projected(x)
+        if self.qk_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             # The values as a view would keep the memory of the keys before their rotation, too.
             q, k, v = rotation(q), rotation(k), v.contiguous()

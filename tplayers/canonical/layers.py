@@ -69,6 +69,8 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts
             if any(True for _ in module.parameters(recurse=False)):
                 raise ValueError(f"{name or 'the model'}: {type(module).__name__} cannot compute in canonical shards")
             continue
+        if isinstance(module, SelfAttention) and module.qk_norm is not None:
+            raise ValueError(f"{name}: norms of queries and keys (qk_layernorm) exclude canonical shards")
         sizes = _SIZES.get(kind, lambda module: {})(module)
         if (wrong := {of: size for of, size in sizes.items() if size % count}) != {}:
             said = ", ".join(f"{of}={size}" for of, size in wrong.items())

@@ -79,8 +79,9 @@ def fast_model(model: GPT, rows: int, count: int, sampling: Sampling, real: int)
         _pack(fast.output_layer, packed)
     # Exactly these classes: another, such as that of canonical shards, computes in its own way.
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    both = zip(model.layers.modules(), fast.layers.modules(), strict=True)
-    layers: list[Any] = [mine for one, mine in both if type(one) in kinds]
+    both = zip(model.layers.named_modules(), fast.layers.modules(), strict=True)
+    # Experts compute from the weights themselves (`MLP.part`).
+    layers: list[Any] = [mine for (name, one), mine in both if type(one) in kinds and ".experts." not in name]
     weights = [one.weight for one in layers]
     if rows >= PACKED_ROWS:
         for layer, packed in zip(layers, copies.of(weights, "layers", _packed), strict=True):

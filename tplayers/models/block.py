@@ -13,6 +13,8 @@ from tplayers.attention.key_value_cache import LayerCache
 from tplayers.attention.rotary import Rotation
 from tplayers.attention.self_attention import SelfAttention, needed
 from tplayers.context.group import ContextGroup
+from tplayers.experts.losses import RouterLosses
+from tplayers.experts.moe import MoE
 from tplayers.mlp import MLP, SwiGLU
 from tplayers.norm import NORMS
 from tplayers.placement import Normal
@@ -41,7 +43,8 @@ class TransformerBlock(nn.Module):
     config: of the model; a block has the sizes and options of one of its layers (`TransformerConfig`).
     site: the name of this layer in its dropout masks, such as "layers.3".
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates.
-    context: the ranks that share each sequence (`ContextGroup`), or None.
+    context: the ranks that share each sequence (`ContextGroup`), or None. expert_group, router_losses: as in `MoE`, if
+    ``config`` has experts.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class TransformerBlock(nn.Module):
         site: str = "layer",
         overlap_stream: Stream | None = None,
         context: ContextGroup | None = None,
+        expert_group: Communicator | None = None,
+        router_losses: RouterLosses | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -67,14 +72,20 @@ class TransformerBlock(nn.Module):
         self.attention = SelfAttention(
             hidden, config.num_attention_heads, comm, causal=config.causal, head_size=config.kv_channels,
             query_groups=config.query_groups, pad_heads=config.pad_attention_heads, bias=config.add_bias_linear,
-            qkv_bias=config.qkv_bias, attention_dropout=config.attention_dropout,
+            qkv_bias=config.qkv_bias, qk_norm=config.normalization if config.qk_layernorm else None,
+            norm_epsilon=config.norm_epsilon, attention_dropout=config.attention_dropout,
             dropout_mask=config.attention_dropout_mask, recompute_core=config.recompute == "selective",
             output_init=output_init, site=f"{site}.attention", context=context, **linear,
         )  # fmt: skip
         self.mlp_norm = norm(hidden, config.norm_epsilon, **split)
         of_mlp = (hidden, config.ffn_size, comm)
-        self.mlp: MLP | SwiGLU
-        if config.swiglu:
+        self.mlp: MLP | SwiGLU | MoE
+        if config.experts is not None:
+            self.mlp = MoE(
+                hidden, config.experts, comm, expert_group=expert_group, losses=router_losses,
+                shared=[] if context is None else [context.comm], output_init=output_init, **linear,
+            )  # fmt: skip
+        elif config.swiglu:
             self.mlp = SwiGLU(*of_mlp, bias=config.add_bias_linear, output_init=output_init, **linear)
         else:
             self.mlp = MLP(*of_mlp, gelu=config.gelu, bias=config.add_bias_linear, output_init=output_init, **linear)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from commengine.cost import TransformerShape
 from tplayers.attention.head_split import HeadSplit, split_heads
 from tplayers.attention.rotary import RopeScaling, require_pairs
 from tplayers.attention.self_attention import DropoutMask
+from tplayers.experts.moe import ExpertOptions
 from tplayers.mlp import Gelu
 from tplayers.norm import NORMS, Normalization
 from tplayers.placement import require_divisible, require_one_of
@@ -48,8 +49,13 @@ class TransformerConfig:
         (Ainslie et al. 2023); None for as many as query heads.
     kv_channels: the size of a head; None for hidden_size / num_attention_heads.
     add_bias_linear: biases in all linear layers. add_qkv_bias: in those of queries, keys and values at least.
+    qk_layernorm: queries and keys are normalised head by head, before they are rotated.
     untie_embeddings_and_output_weights: the output layer has a weight of its own.
     pad_attention_heads: heads that the tensor group does not divide are padded with heads of zeros.
+
+    num_experts: the experts of each layer, in place of its feed-forward block (`tplayers.MoE`); None for none. The
+        fields that begin with "moe" are then those of `tplayers.ExpertOptions`, and moe_ffn_hidden_size is None for
+        ``ffn_hidden_size``. moe_aux_loss_coeff, moe_z_loss_coeff: of `tplayers.RouterLosses`.
     """
 
     num_layers: int
@@ -75,8 +81,17 @@ class TransformerConfig:
     kv_channels: int | None = None
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
+    qk_layernorm: bool = False
     untie_embeddings_and_output_weights: bool = False
     pad_attention_heads: bool = False
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_router_pre_softmax: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
 
     # What `BERTConfig` has otherwise; no fields, because a decoder has no choice.
     causal, num_tokentypes = True, 0
@@ -87,6 +102,9 @@ class TransformerConfig:
         require_one_of(POSITION_EMBEDDINGS, position_embedding_type=self.position_embedding_type)
         require_one_of(NORM_PLACEMENTS, norm_placement=self.norm_placement)
         require_one_of(RECOMPUTE, recompute=self.recompute)
+        if self.num_experts is not None and self.add_bias_linear:
+            raise ValueError("num_experts needs add_bias_linear=False, because experts have no biases")
+        self.experts  # noqa: B018  it raises where the options do not fit each other
 
     @property
     def ffn_size(self) -> int:
@@ -94,6 +112,21 @@ class TransformerConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return max(int(4 * self.hidden_size * 2 / 3) // 64, 1) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """The width of an expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def experts(self) -> ExpertOptions | None:
+        """The experts of a layer; None for a feed-forward block."""
+        if self.num_experts is None:
+            return None
+        return ExpertOptions(
+            self.num_experts, self.moe_router_topk, self.expert_ffn_size, self.swiglu, self.gelu,
+            self.moe_router_pre_softmax, self.moe_shared_expert_intermediate_size, self.moe_shared_expert_gate,
+        )  # fmt: skip
 
     @property
     def head_size(self) -> int:
@@ -132,10 +165,20 @@ class TransformerConfig:
         size = self.kv_channels if heads == self.num_attention_heads else self.head_size
         return TransformerShape(
             self.num_layers, self.hidden_size, heads, seq, self.padded_vocab_size, model,
-            ffn=self.ffn_size, kv_heads=groups, head=size, gated=self.swiglu,
+            kv_heads=groups, head=size, gated=self.swiglu,
             rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
             biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,
+            qk_norms=self.qk_layernorm, **self._cost_of_experts(),
         )  # fmt: skip
+
+    def _cost_of_experts(self) -> dict[str, Any]:
+        if self.num_experts is None:
+            return {"ffn": self.ffn_size}
+        shared = self.moe_shared_expert_intermediate_size or 0
+        return {
+            "ffn": self.expert_ffn_size, "experts": self.num_experts, "of_token": self.moe_router_topk,
+            "shared": shared, "shared_gate": self.moe_shared_expert_gate,
+        }  # fmt: skip
 
     def head_split(self, tensor: int) -> HeadSplit:
         """How ``tensor`` ranks share the attention heads. Raises ValueError where they cannot."""
@@ -152,10 +195,16 @@ class TransformerConfig:
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
             )
         pad, heads = self.pad_attention_heads, {"num_attention_heads": self.num_attention_heads}
+        widths = {"ffn_hidden_size": self.ffn_size}
+        if self.num_experts is not None:
+            own = self.moe_ffn_hidden_size
+            widths = widths if own is None else {"moe_ffn_hidden_size": own}
+            if self.moe_shared_expert_intermediate_size is not None:
+                widths["moe_shared_expert_intermediate_size"] = self.moe_shared_expert_intermediate_size
         if self.kv_channels is None:
             heads["hidden_size"] = self.hidden_size  # that of all heads together
         require_divisible(
-            tensor, **({} if pad else heads), ffn_hidden_size=self.ffn_size,
+            tensor, **({} if pad else heads), **widths,
             padded_vocab_size=self.padded_vocab_size, **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
         self.head_split(tensor)

@@ -17,6 +17,7 @@ from tplayers.checks import require_within
 from tplayers.context.group import ContextGroup
 from tplayers.cross_entropy import vocab_parallel_cross_entropy
 from tplayers.embedding import VocabParallelEmbedding, looked_up
+from tplayers.experts.losses import RouterLosses
 from tplayers.linear import ColumnParallelLinear
 from tplayers.norm import NORMS, LayerNorm, RMSNorm
 from tplayers.placement import Normal, Placement, add_parameter, require_divisible
@@ -35,6 +36,8 @@ class Transformer(nn.Module):
     overlap_stream: a stream of ``comm`` on which the backward of column-parallel layers communicates
         (`column_parallel_linear`).
     part: the layers that this rank has; None for all. Parameters have the same names in every part.
+    expert_group: the ranks that share the experts of each layer (`MoE`), if ``config`` has experts; None: each rank has
+        all of them.
     context: the ranks that share each sequence (`ContextGroup`), or None. All of them get the whole sequences, and the
         labels of whole sequences, and compute their own positions: s in the shapes of results counts these. Each rank's
         gradients are those of its positions' losses: the sum over the group is that of all.
@@ -58,9 +61,17 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
         part: ModelPart | None = None,
         context: ContextGroup | None = None,
+        expert_group: Communicator | None = None,
     ) -> None:
         super().__init__()
         config.require_parallel(comm.size)
+        if config.experts is None and expert_group is not None and expert_group.size > 1:
+            raise ValueError("expert_group needs a model with experts: num_experts is None")
+        self.expert_group = expert_group
+        #: of all layers; None for a model without experts
+        self.router_losses: RouterLosses | None = None
+        if config.experts is not None:
+            self.router_losses = RouterLosses(config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
         #: None also for a group of this rank alone
         self.context = None if context is None or context.comm.size == 1 else context
         self.config = config
@@ -89,7 +100,14 @@ class Transformer(nn.Module):
         # None stands for a layer of another rank, so that the names of parameters have the layer's number.
         self.layers = nn.ModuleList(
             TransformerBlock(
-                config, comm, site=f"layers.{number}", overlap_stream=overlap_stream, context=self.context, dtype=dtype
+                config,
+                comm,
+                site=f"layers.{number}",
+                overlap_stream=overlap_stream,
+                context=self.context,
+                expert_group=expert_group,
+                router_losses=self.router_losses,
+                dtype=dtype,
             )
             if number in mine
             else None  # type: ignore[misc]  # torch skips it, and its annotations do not know that
@@ -246,11 +264,11 @@ class Transformer(nn.Module):
         return look_up(slice(self.comm.rank * s // self.comm.size, (self.comm.rank + 1) * s // self.comm.size))
 
     def whole(self) -> Self:
-        """This model, if it has all layers, or the model that it is a part of, on torch's meta device, without values.
+        """This model, if it has all layers and experts, or the model that it is a part of, on torch's meta device.
 
         Its parameters have the global names and placements. Not collective.
         """
-        if self.part.first and self.part.last:
+        if self.part.first and self.part.last and (self.expert_group is None or self.expert_group.size == 1):
             return self
         found: Self | None = vars(self).get("_whole")  # not as a module of this one
         if found is None:

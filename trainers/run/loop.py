@@ -188,7 +188,8 @@ class _Run:
             found = digests(trainer, step) | layout(trainer) if config.digests else {}
         speed = trainer.batches.size * self.task.tokens_per_sample / seconds
         self.metrics.progress(step.loss, speed)
-        row = {"iteration": iteration, **step.losses, "grad_norm": None if step.skipped else step.norm}
+        losses = {**step.losses, **step.router_losses}
+        row = {"iteration": iteration, **losses, "grad_norm": None if step.skipped else step.norm}
         if iteration % config.log_interval == 0 or iteration == config.train_iters:
             row |= {"learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
             row |= {"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {}

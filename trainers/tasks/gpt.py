@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import IGNORED
 from trainers.options import (
+    Experts,
     Heads,
     Length,
     Positive,
@@ -90,7 +91,28 @@ class GPTTrainConfig(TransformerTrainConfig):
     add_qkv_bias: bool = option(
         False, "biases in the layers of queries, keys and values, also with --disable-bias-linear", fixed=True
     )
+    qk_layernorm: bool = option(False, "normalise the queries and keys of each head", fixed=True)
     untie_embeddings_and_output_weights: bool = option(False, "the output layer has a weight of its own", fixed=True)
+
+    # mixture of experts
+    num_experts: Experts | None = option(
+        None, "experts of each layer, in place of its feed-forward block", fixed=True
+    )
+    moe_router_topk: Experts = option(2, "experts of each token", fixed=True)
+    moe_ffn_hidden_size: Width | None = option(None, "width of an expert (default ffn-hidden-size)", fixed=True)
+    moe_router_pre_softmax: bool = option(
+        False, "weight an expert by its probability among all experts, not among those of the token", fixed=True
+    )
+    moe_shared_expert_intermediate_size: Width | None = option(
+        None, "width of an expert that all tokens have, too (default none)", fixed=True
+    )
+    moe_shared_expert_gate: bool = option(False, "the shared expert's result has a gate", fixed=True)
+    moe_aux_loss_coeff: Annotated[float, between(0, 1e6)] = option(
+        0.0, "coefficient of the loss that balances the experts within each sequence"
+    )
+    moe_z_loss_coeff: Annotated[float, between(0, 1e6)] = option(
+        0.0, "coefficient of the loss that keeps the router's logits small"
+    )
 
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
@@ -101,8 +123,26 @@ class GPTTrainConfig(TransformerTrainConfig):
             f"{given(self, 'num_query_groups')}: needs --group-query-attention",
         )
         require(rope or not self.use_rope_scaling, "--use-rope-scaling: needs --position-embedding-type rope")
+        self._require_experts()
+        require(not (self.deterministic and self.qk_layernorm), "--deterministic: excludes --qk-layernorm")
         low, high = given(self, "rope_low_freq_factor"), given(self, "rope_high_freq_factor")
         require(self.rope_low_freq_factor < self.rope_high_freq_factor, f"{low}: must be below {high}")
+
+    def _require_experts(self) -> None:
+        if self.num_experts is None:
+            of_experts = [item for item in fields(self) if item.name.startswith("moe_")]
+            more = [item.name for item in of_experts if getattr(self, item.name) != item.default]
+            require(not more, f"{given(self, more[0]) if more else ''}: needs --num-experts")
+            return
+        experts, k = given(self, "num_experts"), given(self, "moe_router_topk")
+        require(self.moe_router_topk <= self.num_experts, f"{k}: must not exceed {experts}")
+        require(self.disable_bias_linear, f"{experts}: needs --disable-bias-linear, because experts have no biases")
+        require(
+            not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size is not None,
+            "--moe-shared-expert-gate: needs --moe-shared-expert-intermediate-size",
+        )
+        for name in ("deterministic", "compile"):
+            require(not getattr(self, name), f"--{name}: excludes {experts}")
 
     def rope_scaling(self) -> RopeScaling | None:
         """The scaling of rotary positions; None for none."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
-from tplayers import ModelPart, Randomness, StageInput, whole_placements
+from tplayers import ModelPart, Randomness, RouterLosses, StageInput, whole_placements
 from trainers.config import TrainConfig, bucket_size, overlapped
 from trainers.pipeline.schedule import Schedule, activations_like
 
@@ -38,17 +39,18 @@ class Step:
 
     losses: the mean of each of the objective's terms over the global batch, by name. norm: the gradient's norm before
     clipping. Neither contains the loss scale. rate: the learning rate. skipped: the fp16 gradient overflowed, and
-    nothing was updated.
+    nothing was updated. router_losses: of a model with experts (`tplayers.RouterLosses.names`), likewise.
     """
 
     losses: Mapping[str, float]
     norm: float
     rate: float
     skipped: bool = False
+    router_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
-        """The sum of ``losses``, which the step minimizes."""
+        """The sum of ``losses``. The step minimizes it, with the losses of routers."""
         return sum(self.losses.values())
 
 
@@ -76,6 +78,8 @@ class Trainer:
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)
+        #: of a model with experts
+        self.router_losses: RouterLosses | None = getattr(model, "router_losses", None)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
@@ -125,7 +129,9 @@ class Trainer:
         shares = [self.grid.pipeline, *([replicas] if self.gradients.shard else [])]
         norm = norm_of(self.gradients.segments, self.grid.tensor, shares) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
-        step = Step(dict(zip(self.objective.names, losses.tolist(), strict=True)), norm, rate, self._overflowed(norm))
+        of_terms = dict(zip(self.objective.names, losses.tolist(), strict=False))
+        of_routers = dict(zip(RouterLosses.names, losses[len(of_terms) :].tolist(), strict=False))
+        step = Step(of_terms, norm, rate, self._overflowed(norm), of_routers)
         if not step.skipped:
             self._require_finite(step)
             clip(self.gradients.segments, norm, config.clip_grad, scale=self.loss_scale)
@@ -152,10 +158,12 @@ class Trainer:
         """Fill the gradients, in the order of the schedule.
 
         Returns this rank's share of each term's mean over the global batch: float64 [terms], on the host. It is 0 on a
-        stage without the output layer.
+        stage without the output layer. The losses of routers follow the terms.
         """
         self.gradients.zero()
         shares: list[Tensor] = []  # on the device, and read once a step: reading one waits for the whole forward
+        of_routers: list[Tensor] = []  # likewise
+        router, samples = self.router_losses, self.batches.size
 
         def forward(number: int, at: StageInput | None) -> Tensor:
             batch = microbatches[number]
@@ -169,14 +177,28 @@ class Trainer:
                 total = means[0] if len(means) == 1 else torch.stack(means).sum()
                 return total if self.scaler is None else total * self.scaler.scale
 
-            return self.schedule.call(self.forward, at, loss)
+            if router is None:
+                return self.schedule.call(self.forward, at, loss)
+            with router.collected() as found:
+                result = self.schedule.call(self.forward, at, loss)
+            of_routers.extend(found)
+            return result
 
         like = activations_like(self.model, microbatches)
-        self.schedule.run(len(microbatches), forward, like, self.gradients.last_microbatch)
+        with contextlib.nullcontext() if router is None else router.counted(self.loss_scale / samples):
+            self.schedule.run(len(microbatches), forward, like, self.gradients.last_microbatch)
         self.gradients.finish()
-        if not shares:
-            return torch.zeros(len(counts), dtype=torch.float64, device="cpu")
-        return tree_of_samples(shares, self.run or len(shares)).cpu()
+        losses = torch.zeros(len(counts), dtype=torch.float64, device="cpu")
+        if shares:
+            losses = tree_of_samples(shares, self.run or len(shares)).cpu()
+        if router is None:
+            return losses
+        sums = torch.zeros(len(router.names), dtype=torch.float64, device="cpu")
+        if of_routers:
+            sums = torch.stack(of_routers).double().sum(dim=0).cpu()
+        if self.config.sequence_parallel:  # each rank of the tensor group has a part of each sequence
+            self.grid.tensor.all_reduce(sums)
+        return torch.cat((losses, sums / samples))
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""

@@ -18,9 +18,9 @@ import torch
 from tplayers import BERTConfig, GPTConfig, RopeScaling
 from tplayers.mlp import Gelu
 from trainers.files.reading import SETTINGS_BYTES, read_json
-from trainers.options import LAYERS
+from trainers.options import EXPERTS, LAYERS
 
-from .hugging_face import family
+from .hugging_face import experts_family, family
 
 CONFIG = "config.json"
 
@@ -29,6 +29,8 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "BertForPreTraining": "bert", "BertForMaskedLM": "bert",
     "MegatronBertForPreTraining": "megatron-bert", "MegatronBertForMaskedLM": "megatron-bert",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+    "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }  # fmt: skip
 
 #: the names of GELU there, by ours; the first is written
@@ -47,6 +49,8 @@ _HARMLESS = {
     "pooler_size_per_head", "pooler_type", "max_window_layers", "transformers.js_config", "attn_implementation",
     "_attn_implementation", "_attn_implementation_autoset", "temperature",
     "top_k", "top_p", "tokenizer_class", "mlm_probability", "unsloth_version",
+    # of the balance loss, which only training has; ours is another one
+    "router_aux_loss_coef", "output_router_logits",
 }  # fmt: skip
 
 
@@ -89,9 +93,26 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     },
     "bert": _BERT, "megatron-bert": _BERT,
     "llama": _decoder_fields(2048), "mistral": _decoder_fields(131072, 8), "qwen2": _decoder_fields(32768),
+    "mixtral": _decoder_fields(131072, 8) | {
+        "intermediate_size": ("moe_ffn_hidden_size", int, ...), "num_local_experts": ("num_experts", int, 8),
+        "num_experts_per_tok": ("moe_router_topk", int, 2), "rms_norm_eps": ("norm_epsilon", float, 1e-5),
+    },
+    "qwen2_moe": _decoder_fields(32768, 16) | {
+        "num_experts": ("num_experts", int, 60), "num_experts_per_tok": ("moe_router_topk", int, 4),
+        "moe_intermediate_size": ("moe_ffn_hidden_size", int, 1408),
+        "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size", int, 5632),
+    },
+    "qwen3": _decoder_fields(32768, 32) | {"head_dim": ("kv_channels", int, 128)},
+    "qwen3_moe": _decoder_fields(32768, 4) | {
+        "num_experts": ("num_experts", int, 128), "num_experts_per_tok": ("moe_router_topk", int, 8),
+        "moe_intermediate_size": ("moe_ffn_hidden_size", int, 768),
+    },
 }  # fmt: skip
 #: the properties that say what follows from other fields where a field is None
-_COMPLETE = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "kv_channels": "head_size"}
+_COMPLETE = {
+    "ffn_hidden_size": "ffn_size", "moe_ffn_hidden_size": "expert_ffn_size", "num_query_groups": "query_groups",
+    "kv_channels": "head_size",
+}  # fmt: skip
 
 
 class _Keys:
@@ -225,9 +246,50 @@ def _qwen2(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     return replace(_decoder(keys, fields), add_qkv_bias=True)
 
 
-def _decoder(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+def _require_experts(keys: _Keys, fields: dict[str, Any], name: str) -> None:
+    """Refuse more experts of a token than there are, and more than have names."""
+    experts, k = fields["num_experts"], fields["moe_router_topk"]
+    if not EXPERTS.holds(experts):
+        raise keys.fault(name, EXPERTS.text)
+    if k > experts:
+        raise keys.fault("num_experts_per_tok", f"must be at most {name} {experts}")
+
+
+def _mixtral(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+    _require_experts(keys, fields, "num_local_experts")
+    keys.must("router_jitter_noise", 0.0)
+    keys.must("sliding_window", None)
+    return _decoder(keys, fields, theta=1e6)
+
+
+def _qwen2_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+    _require_experts(keys, fields, "num_experts")
+    keys.must("decoder_sparse_step", 1)
+    keys.must("mlp_only_layers", [], None)
+    keys.must("qkv_bias", True)
+    fields |= {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False), "moe_shared_expert_gate": True}
+    return _qwen2(keys, fields)
+
+
+def _qwen3(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+    keys.must("attention_bias", False)
+    return replace(_qwen2(keys, fields), add_qkv_bias=False, qk_layernorm=True)
+
+
+def _qwen3_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+    if "num_experts" not in keys.values:  # transformers 5 writes the name that Mixtral has
+        fields["num_experts"] = keys.take("num_local_experts", int, fields["num_experts"])
+    keys.must("num_local_experts", fields["num_experts"], None)
+    _require_experts(keys, fields, "num_experts")
+    keys.must("decoder_sparse_step", 1)
+    keys.must("mlp_only_layers", [], None)
+    return _qwen3(keys, fields | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False)})
+
+
+def _decoder(keys: _Keys, fields: dict[str, Any], theta: float = 10000.0) -> GPTConfig:
+    """theta: of rotary positions, where the keys do not tell it."""
     keys.must("hidden_act", "silu")
-    theta, scaling = _rope(keys)
+    theta, scaling = _rope(keys, theta)
     heads = fields["num_attention_heads"]
     if fields["num_query_groups"] == heads:
         fields["num_query_groups"] = None
@@ -240,9 +302,9 @@ def _decoder(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     )  # fmt: skip
 
 
-def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
+def _rope(keys: _Keys, theta: float) -> tuple[float, RopeScaling | None]:
     """The base and the scaling of rotary positions, from transformers 5's keys or from 4's; both must say the same."""
-    theta = keys.take("rope_theta", float, 10000.0)
+    theta = keys.take("rope_theta", float, theta)
     keys.must("partial_rotary_factor", 1)
     told = [
         _rope_of(_Keys(keys.path, {f"{name}.{key}": value for key, value in values.items()}), f"{name}.", theta)
@@ -268,6 +330,7 @@ def _rope_of(keys: _Keys, name: str, theta: float) -> tuple[float, RopeScaling |
 
 _READERS: dict[str, Callable[[_Keys, dict[str, Any]], GPTConfig | BERTConfig]] = {
     "gpt2": _gpt2, "bert": _bert, "llama": _decoder, "mistral": _mistral, "qwen2": _qwen2,
+    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "megatron-bert": lambda keys, fields: replace(_bert(keys, fields), norm_placement="pre"),
 }  # fmt: skip
 
@@ -303,8 +366,11 @@ def written_configuration(
         more = {"activation_function": GELU_NAMES["tanh"][0], "embd_pdrop": config.hidden_dropout}
     else:
         model_type = "mistral" if kept.get("model_type") == "mistral" else "llama"
-        model_type = "qwen2" if config.qkv_bias else model_type
+        model_type = "qwen3" if config.qk_layernorm else "qwen2" if config.qkv_bias else model_type
+        model_type = model_type if config.experts is None else experts_family(config)
         more = _decoder_keys(config) | _ONLY[model_type]
+        if model_type in ("qwen2_moe", "qwen3_moe"):
+            more["norm_topk_prob"] = not config.moe_router_pre_softmax
     name = next(name for name, kind in ARCHITECTURES.items() if kind == model_type and name.endswith(end))
     found: dict[str, Any] = {
         "dtype": dtype_name, "torch_dtype": dtype_name, "model_type": model_type,
@@ -330,7 +396,12 @@ def written_configuration(
 #: constants of the families of decoders
 _ONLY: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False}, "mistral": {"sliding_window": None},
-    "qwen2": {"use_sliding_window": False},
+    "qwen2": {"use_sliding_window": False}, "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    "qwen3_moe": {
+        "use_sliding_window": False, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
 }  # fmt: skip
 
 

@@ -4,7 +4,9 @@
 our model                               Hugging Face's
 ======================================  ======================================
 `tplayers.GPT` with the paper's layers  ``GPT2LMHeadModel``
-`tplayers.GPT` with Llama's layers      ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``
+`tplayers.GPT` with Llama's layers      ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``,
+                                        ``Qwen3ForCausalLM``
+the same with experts                   ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``
 `tplayers.BERT`, pre-LN                 ``MegatronBertForPreTraining``
 `tplayers.BERT`, post-LN                ``BertForPreTraining``
 ======================================  ======================================
@@ -92,6 +94,11 @@ def family(config: TransformerConfig) -> str:
                 f"Hugging Face has no model with position_embedding_type={config.position_embedding_type!r} and "
                 f"{field}={getattr(config, field)!r}: {name} has {value!r}"
             )
+    if config.qk_layernorm and (not llama or (config.qkv_bias and config.experts is None)):
+        raise ValueError(
+            f"Hugging Face has no model with qk_layernorm=True, position_embedding_type="
+            f"{config.position_embedding_type!r} and add_qkv_bias={config.qkv_bias}: Qwen 3 has 'rope' and False"
+        )
     return "llama" if llama else "gpt2"
 
 
@@ -135,11 +142,61 @@ def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
                 yield HuggingFaceTensor(f"{ours}.attention.key_value.{kind}", (key, value))
             else:
                 yield HuggingFaceTensor(f"{ours}.attention.qkv.{kind}", (query, key, value))
+        if config.qk_layernorm:
+            yield HuggingFaceTensor(f"{ours}.attention.query_norm.weight", (f"{attention}.q_norm.weight",))
+            yield HuggingFaceTensor(f"{ours}.attention.key_norm.weight", (f"{attention}.k_norm.weight",))
         yield HuggingFaceTensor(f"{ours}.attention.projection.weight", (f"{attention}.o_proj.weight",))
         yield HuggingFaceTensor(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
-        yield HuggingFaceTensor(f"{ours}.mlp.gate_up.weight", (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"))
-        yield HuggingFaceTensor(f"{ours}.mlp.down.weight", (f"{mlp}.down_proj.weight",))
+        if config.experts is None:
+            yield from _gated(f"{ours}.mlp", mlp)
+        elif experts_family(config) == "mixtral":
+            yield from _experts(config, f"{ours}.mlp", f"{theirs}.block_sparse_moe", ("w1", "w3", "w2"))
+        else:
+            yield from _experts(config, f"{ours}.mlp", mlp)
+            if config.moe_shared_expert_gate:
+                yield from _gated(f"{ours}.mlp.shared_expert", f"{mlp}.shared_expert")
+                yield HuggingFaceTensor(f"{ours}.mlp.shared_gate", (f"{mlp}.shared_expert_gate.weight",))
     yield HuggingFaceTensor("final_norm.weight", ("model.norm.weight",))
+
+
+#: the ends of the names of gate, up and down
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated(ours: str, theirs: str, names: tuple[str, str, str] = _PROJECTIONS) -> Iterator[HuggingFaceTensor]:
+    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
+    yield HuggingFaceTensor(f"{ours}.gate_up.weight", (gate, up))
+    yield HuggingFaceTensor(f"{ours}.down.weight", (down,))
+
+
+def _experts(
+    config: TransformerConfig, ours: str, theirs: str, names: tuple[str, str, str] = _PROJECTIONS
+) -> Iterator[HuggingFaceTensor]:
+    yield HuggingFaceTensor(f"{ours}.router", (f"{theirs}.gate.weight",))
+    for number in range(config.num_experts or 0):
+        yield from _gated(f"{ours}.experts.{number}", f"{theirs}.experts.{number}", names)
+
+
+def experts_family(config: TransformerConfig) -> str:
+    """The ``model_type`` of Hugging Face's models with the experts of ``config``: mixtral, qwen2_moe or qwen3_moe.
+
+    Raises ValueError, naming the fields, if there is none.
+    """
+    shared, gate = config.moe_shared_expert_intermediate_size, config.moe_shared_expert_gate
+    if config.qk_layernorm:
+        if shared is None and not config.qkv_bias:
+            return "qwen3_moe"
+    elif shared is None and not config.moe_router_pre_softmax and not config.qkv_bias:
+        return "mixtral"
+    elif shared is not None and gate and config.qkv_bias:
+        return "qwen2_moe"
+    raise ValueError(
+        f"Hugging Face has no model with num_experts={config.num_experts}, "
+        f"moe_shared_expert_intermediate_size={shared}, moe_shared_expert_gate={gate}, "
+        f"moe_router_pre_softmax={config.moe_router_pre_softmax}, qk_layernorm={config.qk_layernorm} and "
+        f"add_qkv_bias={config.qkv_bias}: Mixtral has neither a shared expert, nor the softmax before, nor biases; "
+        "Qwen2-MoE has a shared expert with a gate, and these biases; Qwen3-MoE has norms of queries and keys only"
+    )
 
 
 def _encoder(config: BERTConfig) -> Iterator[HuggingFaceTensor]:

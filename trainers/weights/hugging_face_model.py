@@ -18,7 +18,15 @@ from trainers.checkpoints.parallel_safetensors import some
 from trainers.checkpoints.part_reader import bytes_of, fill_part
 
 from .configurations import read_configuration
-from .hugging_face import BEGINNINGS, SECOND_NAMES, HuggingFaceTensor, family, hugging_face_tensors, ignored
+from .hugging_face import (
+    BEGINNINGS,
+    SECOND_NAMES,
+    HuggingFaceTensor,
+    experts_family,
+    family,
+    hugging_face_tensors,
+    ignored,
+)
 from .other_model import REAL, OtherModel
 from .tensor_files import FileTensor, open_tensors
 from .tokenizer_files import tokenizer_file
@@ -58,7 +66,7 @@ class HuggingFaceModel(OtherModel):
             raise ValueError(f"{folder}: there is no such folder; valid: a folder with config.json and weights")
         config = read_configuration(folder, interleaved=interleaved)
         with contextlib.ExitStack() as files:
-            named = _renamed(open_tensors(folder, files), config)
+            named = _unstacked(_renamed(open_tensors(folder, files), config), config)
             if isinstance(config, BERTConfig):
                 config = replace(config, binary_head="cls.seq_relationship.weight" in named)
             used = {name for tensor in hugging_face_tensors(config) for name in tensor.theirs} & named.keys()
@@ -202,6 +210,35 @@ def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig) 
                 f"{tensor.path}: {given[today]} and {name} are two names of one tensor; valid: one of them"
             )
         found[today], given[today] = tensor, name
+    return found
+
+
+def _unstacked(tensors: dict[str, FileTensor], config: GPTConfig | BERTConfig) -> dict[str, FileTensor]:
+    """The tensors with one for each expert, where a file has one of all experts of a layer.
+
+    transformers 5 holds them so: ``gate_up_proj`` [experts, 2 width, h] and ``down_proj`` [experts, h, width].
+    """
+    if config.experts is None:
+        return tensors
+    found, mixtral = dict(tensors), experts_family(config) == "mixtral"
+    for name in tensors:
+        before, _, kind = name.rpartition(".mlp.experts.")
+        if kind not in ("gate_up_proj", "down_proj") or len(tensors[name].shape) != 3:
+            continue
+        stacked = found.pop(name)
+        count, rows, columns = stacked.shape
+        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+        rows //= len(parts)
+        names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else {part: f"{part}_proj" for part in parts}
+        block = "block_sparse_moe" if mixtral else "mlp"
+        for number in range(count):
+            for at, part in enumerate(parts):
+                first = (number * len(parts) + at) * rows * columns
+                one = stacked.rows(first, (rows, columns))
+                found[f"{before}.{block}.experts.{number}.{names[part]}.weight"] = one
+    if mixtral:
+        for name in [name for name in found if name.endswith(".mlp.gate.weight")]:
+            found[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = found.pop(name)
     return found
 
 

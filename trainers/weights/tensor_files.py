@@ -81,6 +81,11 @@ class FileTensor:
     source: ByteSource
 
 
+    def rows(self, first: int, shape: tuple[int, ...]) -> FileTensor:
+        """A tensor of ``shape`` that begins at element ``first`` of this one."""
+        return FileTensor(self.path, self.dtype, shape, _From(self.source, first * self.dtype.itemsize))
+
+
 def open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, FileTensor]:
     """The tensors in the weight files of ``folder``, by their names there. Not collective.
 
@@ -142,6 +147,20 @@ def _pickled(path: Path, _: contextlib.ExitStack) -> dict[str, FileTensor]:
             raise ValueError(f"{path}: {name[:100]} is no tensor")
         views[name] = FileTensor(path, tensor.dtype, tuple(tensor.shape), _TensorBytes(tensor.detach()))
     return views
+
+
+@dataclass(frozen=True)
+class _From:
+    """The bytes of a `ByteSource` from one of them on."""
+
+    source: ByteSource
+    first: int
+
+    def read(self, target: memoryview, start: int) -> None:
+        self.source.read(target, self.first + start)
+
+    def announce(self, start: int, size: int) -> None:
+        self.source.announce(self.first + start, size)
 
 
 @dataclass(frozen=True)

@@ -16,4 +16,3 @@ def test_copies_are_right_wherever_they_lie(behind):
         copy_bytes(target.data_ptr() + start, memory.data_ptr() + 4200, nbytes)
         assert torch.equal(target[start : start + nbytes], memory[4200 : 4200 + nbytes])
         assert not target[:start].any() and not target[start + nbytes :].any()
-

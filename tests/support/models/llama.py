@@ -54,7 +54,7 @@ def theirs(case, transformers, *, exact):
         for number, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             parameter.copy_(0.3 * noise)
-    return _exact(model, ours(case)) if exact else model
+    return exactly(model, ours(case)) if exact else model
 
 
 def turns(config):
@@ -114,6 +114,17 @@ class _Norm(torch.nn.Module):
         return self.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
 
+class _Router(torch.nn.Module):
+    def __init__(self, weight, k, normed):
+        super().__init__()
+        self.weight, self.k, self.normed = weight, k, normed
+
+    def forward(self, x):
+        logits = x.reshape(-1, x.shape[-1]) @ self.weight.t()
+        weights, experts = logits.softmax(-1).topk(self.k)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.normed else weights, experts
+
+
 class _Rotary(torch.nn.Module):
     def __init__(self, turns):
         super().__init__()
@@ -124,13 +135,15 @@ class _Rotary(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def _exact(model, config):
-    """``model`` in float64, with norms and rotary tables that are not computed in float32."""
+def exactly(model, config):
+    """``model`` in float64, with norms, rotary tables and routers that are not computed in float32."""
     model = model.double()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _Norm(child.weight))
+            elif type(child).__name__.endswith("TopKRouter"):
+                setattr(parent, name, _Router(child.weight, config.moe_router_topk, not config.moe_router_pre_softmax))
             elif type(child).__name__.endswith("RotaryEmbedding"):
                 setattr(parent, name, _Rotary(turns(config)))
     return model

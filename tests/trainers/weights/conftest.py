@@ -38,6 +38,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         **_SIZES, **_ENDS, "hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 2}),
     "Qwen 2": ("Qwen2ForCausalLM", "Qwen2Config", {
         **_SIZES, **_ENDS, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {
+        **_SIZES, **_ENDS, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen 2 MoE": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {
+        **_SIZES, **_ENDS, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}),
+    "Qwen 3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_ENDS, "num_key_value_heads": 2, "head_dim": 8}),
+    "Qwen 3 MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {
+        **_SIZES, **_ENDS, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 4,
+        "moe_intermediate_size": 8}),
+    "Qwen 2 MoE, weights of the chosen": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {
+        **_SIZES, **_ENDS, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "norm_topk_prob": True}),
 }  # fmt: skip
 
 

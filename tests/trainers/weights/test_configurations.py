@@ -201,3 +201,18 @@ def test_the_head_of_a_task():
     keys = written_configuration(shape, torch.float32, head=head)
     assert keys["architectures"] == ["BertForSequenceClassification"]
     assert keys["id2label"]["1"] == "entailment" and keys["label2id"]["neutral"] == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"num_local_experts": 2_000_000_000}, "num_local_experts 2000000000: must be"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9: must be at most num_local_experts 4"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: is not supported"),
+    ],
+)
+def test_experts_that_cannot_be(theirs, folder, changed, keys, said):
+    theirs("Mixtral").save_pretrained(folder)
+    changed(folder / "config.json", **keys)
+    with pytest.raises(ValueError, match=f"config.json: {said}"):
+        read_configuration(folder)

@@ -226,3 +226,19 @@ def test_bad_folders_are_one_error_on_all_ranks(world, grid, theirs, folder, cha
         load_trained(f"hf:{where}", grid, kind="bert" if fault == "kind" else None)
     assert str(raised.value).startswith(f"--load hf:{folder}") and "\n" not in str(raised.value)
     assert len(set(world.mpi.allgather(str(raised.value)))) == 1
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE"])
+def test_experts_in_one_tensor_are_read_as_those_apart(world, grid, theirs, folder, family):
+    """A model of transformers 5 holds the experts of a layer in one tensor, and writes one for each expert."""
+    model = theirs(family)
+    saved(model, folder / "apart", world)
+    saved(model, folder / "together", world)
+    if world.rank == 0:
+        stacked = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        assert any(tensor.dim() == 3 for tensor in stacked.values())
+        save_file(stacked, folder / "together" / "model.safetensors")
+    world.barrier()
+    apart, together = (load_trained(f"hf:{folder / name}", grid).model for name in ("apart", "together"))
+    for (name, one), other in zip(apart.named_parameters(), together.parameters(), strict=True):
+        assert torch.equal(one, other), name
