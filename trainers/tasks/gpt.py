@@ -95,9 +95,7 @@ class GPTTrainConfig(TransformerTrainConfig):
     untie_embeddings_and_output_weights: bool = option(False, "the output layer has a weight of its own", fixed=True)
 
     # mixture of experts
-    num_experts: Experts | None = option(
-        None, "experts of each layer, in place of its feed-forward block", fixed=True
-    )
+    num_experts: Experts | None = option(None, "experts of each layer, in place of its feed-forward block", fixed=True)
     moe_router_topk: Experts = option(2, "experts of each token", fixed=True)
     moe_ffn_hidden_size: Width | None = option(None, "width of an expert (default ffn-hidden-size)", fixed=True)
     moe_router_pre_softmax: bool = option(

@@ -80,7 +80,6 @@ class FileTensor:
     shape: tuple[int, ...]
     source: ByteSource
 
-
     def rows(self, first: int, shape: tuple[int, ...]) -> FileTensor:
         """A tensor of ``shape`` that begins at element ``first`` of this one."""
         return FileTensor(self.path, self.dtype, shape, _From(self.source, first * self.dtype.itemsize))
