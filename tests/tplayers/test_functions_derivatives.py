@@ -25,11 +25,11 @@ F64 = torch.float64
 #: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
 NO_FUNCTIONS = {
     "ModelPart", "StageInput", "first_copies", "whole_placements", "BERTConfig", "CanonicalShards", "Constant",
-    "ContextGroup", "ContextMethod", "DropoutMask", "GPTConfig", "Gelu", "KeyValueCache", "NormPlacement", "Normal",
-    "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute", "RopeScaling", "Sampling",
-    "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter", "all_reduce_together", "generate",
-    "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan", "require_divisible",
-    "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
+    "ContextGroup", "ContextMethod", "DropoutMask", "ExpertOptions", "GPTConfig", "Gelu", "KeyValueCache",
+    "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
+    "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
+    "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
+    "require_divisible", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
 }  # fmt: skip
 
 
@@ -152,6 +152,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     ),
     "ReplicatedLinear": lambda comm: of_layer(tplayers.ReplicatedLinear(H, 5, dtype=F64), draw(*X)),
     "MLP": lambda comm: of_layer(tplayers.MLP(H, 16, comm, dtype=F64), draw(*X)),
+    "MoE": lambda comm: of_layer(
+        tplayers.MoE(H, tplayers.ExpertOptions(4, 2, 16, shared_expert_size=8), comm, dtype=F64), draw(*X)
+    ),
     "SwiGLU": lambda comm: of_layer(tplayers.SwiGLU(H, 16, comm, dtype=F64), draw(*X)),
     "SelfAttention": lambda comm: of_layer(
         tplayers.SelfAttention(H, HEADS, comm, attention_dropout=0.1, dtype=F64), draw(*X), randomness=RANDOMNESS
