@@ -153,7 +153,7 @@ def test_misspelt_option_of_carry_fails_the_dry_run(repository, tmp_path, old):
     script = repository / "bench" / "gpu-carry.sh"
     head, start, body = script.read_text().partition("source=''")
     assert old in body
-    script.write_text(head + start + body.replace(old, old.replace("-", "-x", 1).replace(".md", ".x")))
+    script.write_text(head + start + body.replace(old, old.replace("-", "-Q", 1).replace(".md", ".x")))
     done = mpirun.command(
         [str(script), "--dry-run", str(tmp_path / "carry")], timeout=60, env={"PYTHON": sys.executable}
     )
