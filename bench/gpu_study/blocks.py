@@ -33,6 +33,8 @@ OPERATORS_UP_TO = 8192
 #: of bf16 results against torch's attention to the whole sequence
 TOLERANCE = 3e-2
 
+_whole = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
 
 def add_options(parser: OneLineParser) -> None:
     """The options of this study."""
@@ -50,7 +52,7 @@ def run(world: Communicator, given: Any) -> None:
         drawn = [torch.randn(1, HEADS, length, HEAD_SIZE, device=world.device).bfloat16() for _ in range(4)]
         q, k, v, grad = drawn
         with torch.no_grad():
-            expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            expected = _whole(q, k, v)
         whole = functools.partial(_pass_seconds, _whole, (q, k, v), grad)
         for ranks in RANKS:
             way = _last_ranks_way(ranks, k, v)
@@ -94,10 +96,6 @@ def _last_ranks_way(ranks: int, k: Tensor, v: Tensor) -> Blockwise:
     chunks = SequenceChunks(ranks, zigzag=True)
     blocks = [torch.stack((chunks.take(k, rank, 2), chunks.take(v, rank, 2))) for rank in range(ranks)]
     return Blockwise(chunks, ranks - 1, lambda: _AllHere(blocks, ranks - 1), True, 0.0)
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _blocks(way: Blockwise, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

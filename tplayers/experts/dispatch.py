@@ -102,32 +102,3 @@ def exchanged_counts(counts: Sequence[int], group: Communicator) -> list[list[in
     group.all_to_all(received, sent)
     found: list[list[int]] = received.view(group.size, -1).tolist()
     return found
-
-
-def exchanged_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
-    """The rows that come: ``received[r]`` from rank r, which gets ``sent[r]`` of ``rows``. Collective, both ways."""
-    found: Tensor = _Exchanged.apply(rows, tuple(sent), tuple(received), group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Exchanged(torch.autograd.Function):
-    """`exchanged_rows`. The gradients go the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Communicator
-    ) -> Tensor:
-        ctx.way = sent, received, group
-        return _moved(rows, sent, received, group)
-
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, group = ctx.way
-        return _moved(grads[0], received, sent, group), None, None, None
-
-
-def _moved(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Communicator) -> Tensor:
-    found = rows.new_empty((sum(received), rows.shape[1]))
-    group.all_to_all_v(found, rows.contiguous(), received, sent)
-    return found

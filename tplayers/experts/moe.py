@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import Communicator
+from commengine.compiled_ops import all_gathered
 from tplayers.linear import DEFAULT_INIT
 from tplayers.mlp import MLP, Gelu, SwiGLU
+from tplayers.movement.operators import exchanged_rows
 from tplayers.placement import Normal, Placement, add_parameter
 from tplayers.regions import (
     copy_to_tensor_parallel_region,
@@ -21,7 +23,7 @@ from tplayers.regions import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from .dispatch import Dispatch, exchanged_counts, exchanged_rows
+from .dispatch import Dispatch, exchanged_counts
 from .losses import RouterLosses
 from .routing import Routing, route
 
@@ -159,7 +161,7 @@ class MoE(nn.Module):
         weights, experts = (one.view(s, b, k) for one in (weights, routing.experts))
         if self.sequence_parallel:
             x, weights = (gather_from_sequence_parallel_region(one, self.comm) for one in (x, weights))
-            experts = _gathered(experts, self.comm)
+            experts, _ = all_gathered(experts.contiguous(), self.comm)
         else:
             x, weights = (copy_to_tensor_parallel_region(one, self.comm) for one in (x, weights))
         s = x.shape[0]
@@ -181,24 +183,15 @@ class MoE(nn.Module):
         each = len(self.numbers)
         sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(group.size)]
         received = [sum(of) for of in coming]
-        pieces = torch.split(exchanged_rows(rows, sent, received, group), [count for of in coming for count in of])
+        pieces = torch.split(exchanged_rows(rows, group, sent, received), [count for of in coming for count in of])
         # The rows come by rank, and those of a rank by expert.
         found: list[Tensor] = [rows] * len(pieces)
         for number, part in enumerate(compute):
             of_expert = pieces[number::each]
             found[number::each] = torch.split(part(torch.cat(of_expert)), [len(piece) for piece in of_expert])
-        return exchanged_rows(torch.cat(found), received, sent, group)
+        return exchanged_rows(torch.cat(found), group, received, sent)
 
     def _part(self, number: int) -> Callable[[Tensor], Tensor]:
         expert = self.experts[number]
         assert isinstance(expert, MLP | SwiGLU)
         return expert.part
-
-
-def _gathered(experts: Tensor, comm: Communicator) -> Tensor:
-    """The sequence shards of ``experts`` as one, on dimension 0."""
-    if comm.size == 1:
-        return experts
-    whole = experts.new_empty((experts.shape[0] * comm.size, *experts.shape[1:]))
-    comm.all_gather(whole, experts.contiguous())
-    return whole

@@ -187,18 +187,21 @@ def all_to_all_v(x: Tensor, comm: Communicator, input_rows: Sequence[int]) -> tu
             f"the rows of x; rank {wrong[0]} gave {said}"
         )
 
+    return exchanged_rows(taking_part(x, given), comm, sent, received), received
+
+
+def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """`all_to_all_v` of ranks that know the numbers: ``sent[r]`` rows go to rank r, and ``received[r]`` come from it.
+
+    x requires grad on all ranks or on none.
+    """
+
     def moved(x: Tensor, rows: Sequence[int], to: Sequence[int]) -> Tensor:
         out = x.new_empty((sum(rows), *x.shape[1:]))
         comm.all_to_all_v(out, x.resolve_conj().resolve_neg().contiguous(), rows, to)
         return out
 
-    def forward(x: Tensor) -> Tensor:
-        return moved(x, received, sent)
-
-    def transposed(y: Tensor) -> Tensor:
-        return moved(y, sent, received)
-
-    return apply_pair(taking_part(x, given), forward, transposed), received
+    return apply_pair(x, lambda x: moved(x, received, sent), lambda y: moved(y, sent, received))
 
 
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:

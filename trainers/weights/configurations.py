@@ -262,13 +262,17 @@ def _mixtral(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     return _decoder(keys, fields, theta=1e6)
 
 
-def _qwen2_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
+def _qwen_experts(keys: _Keys, fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` with what the keys of Qwen's experts, which all layers must have, tell of the router."""
     _require_experts(keys, fields, "num_experts")
     keys.must("decoder_sparse_step", 1)
     keys.must("mlp_only_layers", [], None)
+    return fields | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False)}
+
+
+def _qwen2_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     keys.must("qkv_bias", True)
-    fields |= {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False), "moe_shared_expert_gate": True}
-    return _qwen2(keys, fields)
+    return _qwen2(keys, _qwen_experts(keys, fields) | {"moe_shared_expert_gate": True})
 
 
 def _qwen3(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
@@ -280,10 +284,7 @@ def _qwen3_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     if "num_experts" not in keys.values:  # transformers 5 writes the name that Mixtral has
         fields["num_experts"] = keys.take("num_local_experts", int, fields["num_experts"])
     keys.must("num_local_experts", fields["num_experts"], None)
-    _require_experts(keys, fields, "num_experts")
-    keys.must("decoder_sparse_step", 1)
-    keys.must("mlp_only_layers", [], None)
-    return _qwen3(keys, fields | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False)})
+    return _qwen3(keys, _qwen_experts(keys, fields))
 
 
 def _decoder(keys: _Keys, fields: dict[str, Any], theta: float = 10000.0) -> GPTConfig:
@@ -393,15 +394,14 @@ def written_configuration(
     return kept | found
 
 
+_OF_QWEN3: dict[str, Any] = {"use_sliding_window": False, "attention_bias": False}
+_OF_QWEN_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 #: constants of the families of decoders
 _ONLY: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False}, "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False}, "mixtral": {"sliding_window": None},
-    "qwen2_moe": {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
-    "qwen3": {"use_sliding_window": False, "attention_bias": False},
-    "qwen3_moe": {
-        "use_sliding_window": False, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
+    "qwen3": _OF_QWEN3, "qwen2_moe": _OF_QWEN_EXPERTS | {"use_sliding_window": False, "qkv_bias": True},
+    "qwen3_moe": _OF_QWEN_EXPERTS | _OF_QWEN3,
 }  # fmt: skip
 
 

@@ -149,13 +149,14 @@ def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
         yield HuggingFaceTensor(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
         if config.experts is None:
             yield from _gated(f"{ours}.mlp", mlp)
-        elif experts_family(config) == "mixtral":
-            yield from _experts(config, f"{ours}.mlp", f"{theirs}.block_sparse_moe", ("w1", "w3", "w2"))
-        else:
-            yield from _experts(config, f"{ours}.mlp", mlp)
-            if config.moe_shared_expert_gate:
-                yield from _gated(f"{ours}.mlp.shared_expert", f"{mlp}.shared_expert")
-                yield HuggingFaceTensor(f"{ours}.mlp.shared_gate", (f"{mlp}.shared_expert_gate.weight",))
+            continue
+        block, names = experts_names(config)
+        yield HuggingFaceTensor(f"{ours}.mlp.router", (f"{theirs}.{block}.gate.weight",))
+        for expert in range(config.experts.num_experts):
+            yield from _gated(f"{ours}.mlp.experts.{expert}", f"{theirs}.{block}.experts.{expert}", names)
+        if config.moe_shared_expert_gate:
+            yield from _gated(f"{ours}.mlp.shared_expert", f"{mlp}.shared_expert")
+            yield HuggingFaceTensor(f"{ours}.mlp.shared_gate", (f"{mlp}.shared_expert_gate.weight",))
     yield HuggingFaceTensor("final_norm.weight", ("model.norm.weight",))
 
 
@@ -169,12 +170,14 @@ def _gated(ours: str, theirs: str, names: tuple[str, str, str] = _PROJECTIONS) -
     yield HuggingFaceTensor(f"{ours}.down.weight", (down,))
 
 
-def _experts(
-    config: TransformerConfig, ours: str, theirs: str, names: tuple[str, str, str] = _PROJECTIONS
-) -> Iterator[HuggingFaceTensor]:
-    yield HuggingFaceTensor(f"{ours}.router", (f"{theirs}.gate.weight",))
-    for number in range(config.num_experts or 0):
-        yield from _gated(f"{ours}.experts.{number}", f"{theirs}.experts.{number}", names)
+def experts_names(config: TransformerConfig) -> tuple[str, tuple[str, str, str]]:
+    """The block of a layer that has the experts, and the ends of the names of their gate, up and down.
+
+    Raises ValueError as `experts_family` does.
+    """
+    if experts_family(config) == "mixtral":
+        return "block_sparse_moe", ("w1", "w3", "w2")
+    return "mlp", _PROJECTIONS
 
 
 def experts_family(config: TransformerConfig) -> str:

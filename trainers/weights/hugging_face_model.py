@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from .hugging_face import (
     BEGINNINGS,
     SECOND_NAMES,
     HuggingFaceTensor,
-    experts_family,
+    experts_names,
     family,
     hugging_face_tensors,
     ignored,
@@ -220,25 +221,20 @@ def _unstacked(tensors: dict[str, FileTensor], config: GPTConfig | BERTConfig) -
     """
     if config.experts is None:
         return tensors
-    found, mixtral = dict(tensors), experts_family(config) == "mixtral"
+    found, (block, (gate, up, down)) = dict(tensors), experts_names(config)
+    parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}
     for name in tensors:
         before, _, kind = name.rpartition(".mlp.experts.")
-        if kind not in ("gate_up_proj", "down_proj") or len(tensors[name].shape) != 3:
+        if name.endswith(".mlp.gate.weight"):
+            found[name.replace(".mlp.gate.", f".{block}.gate.")] = found.pop(name)
+        if kind not in parts or len(tensors[name].shape) != 3:
             continue
         stacked = found.pop(name)
         count, rows, columns = stacked.shape
-        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
-        rows //= len(parts)
-        names = {"gate": "w1", "up": "w3", "down": "w2"} if mixtral else {part: f"{part}_proj" for part in parts}
-        block = "block_sparse_moe" if mixtral else "mlp"
-        for number in range(count):
-            for at, part in enumerate(parts):
-                first = (number * len(parts) + at) * rows * columns
-                one = stacked.rows(first, (rows, columns))
-                found[f"{before}.{block}.experts.{number}.{names[part]}.weight"] = one
-    if mixtral:
-        for name in [name for name in found if name.endswith(".mlp.gate.weight")]:
-            found[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = found.pop(name)
+        rows //= len(parts[kind])
+        for number, (expert, part) in enumerate(itertools.product(range(count), parts[kind])):
+            one = stacked.rows(number * rows * columns, (rows, columns))
+            found[f"{before}.{block}.experts.{expert}.{part}.weight"] = one
     return found
 
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from commengine import Communicator, ProcessGrid
 from commengine.cost import cut_layers
 from tests.support.small_models import DECODERS, VOCAB, S, made
-from tplayers import ContextGroup, ModelPart
+from tplayers import ContextGroup, ModelPart, placements
 from tplayers.rng import generator
 from trainers.config import TrainConfig
 from trainers.training.trainer import Trainer
@@ -124,3 +125,32 @@ def alone(comm_self, kind, *, config=CONFIG, order=None, **options):
     """The trainer of the whole model on this rank."""
     world = Communicator(comm_self, order=order)
     return trainer(kind, ProcessGrid(world), config=config, **options)
+
+
+def steps_of(made, count):
+    """(Step, gradients, parameters after it) for each of the next ``count`` steps of a trainer of the whole model."""
+    found = []
+    for _ in range(count):
+        step = made.step()
+        parameters = {name: one.detach().clone() for name, one in made.model.named_parameters()}
+        found.append((step, gradients(made), parameters))
+    return found
+
+
+def require_steps(made, truth, case=""):
+    """That the next steps of a trainer are those of `steps_of`, to 1e-10.
+
+    Losses, norms and parameters, and without ZeRO-1 all gradients, of which Adam would hide a factor.
+    """
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    placed = placements(made.model)
+    for expected, of_whole, parameters in truth:
+        step = made.step()
+        for mine, theirs in ((step.losses, expected.losses), (step.router_losses, expected.router_losses)):
+            assert dict(mine) == pytest.approx(dict(theirs), rel=1e-10), case
+        assert step.norm == pytest.approx(expected.norm, rel=1e-10), case
+        for name, gradient in gradients(made).items() if not made.gradients.shard else ():
+            torch.testing.assert_close(gradient, placed[name].part(of_whole[name]), msg=f"{name}, {case}", **close)
+        made.optimizer.wait_for_parameters()
+        for name, parameter in made.model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), placed[name].part(parameters[name]), **close)

@@ -13,6 +13,7 @@ from commengine import ProcessGrid
 from commengine.cost import active_parameters, parameters
 from tests.support.models.llama import exactly
 from tests.support.weights.hugging_face import from_hugging_face
+from tests.tplayers.experts.test_moe import close
 from tplayers import GPT, GPTConfig
 
 VOCAB, LENGTH, SAMPLES = 31, 8, 4
@@ -114,12 +115,6 @@ def test_logits_losses_and_gradients_are_those_of_transformers(world, transforme
                 if ".experts." not in n:
                     grid.data.all_reduce(p.grad)
                 close(p.grad, placed[n].part(gradients[n]), f"{n}, {case}")
-
-
-def close(found, expected, case):
-    torch.testing.assert_close(
-        found.detach(), expected.detach(), rtol=1e-10, atol=1e-10, msg=lambda text: f"{case}: {text}"
-    )
 
 
 #: parallelism.md of the project's facts: the models' numbers of parameters, of all and of those that a token meets

@@ -76,7 +76,7 @@ def layouts(size):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_results_and_gradients_are_those_of_the_formula(world, name):
+def test_results_and_gradients_are_those_of_the_formula(world, alone, name):
     options = OPTIONS[name]
     cases = list(itertools.product(layouts(world.size), PREFERENCES if name in ("one", "two") else PREFERENCES[:1]))
     for number, ((tensor, split), preference) in enumerate(cases):
@@ -88,12 +88,11 @@ def test_results_and_gradients_are_those_of_the_formula(world, name):
             )  # fmt: skip
             tplayers.initialize(moe, number)
             # The whole layer's parameters, which each rank of the reference has.
-            with tplayers_alone() as alone:
-                whole = MoE(
-                    HIDDEN, options, alone, init=tplayers.Normal(0.5), output_init=tplayers.Normal(0.5),
-                    dtype=torch.float64,
-                )  # fmt: skip
-                tplayers.initialize(whole, number)
+            whole = MoE(
+                HIDDEN, options, alone.comm, init=tplayers.Normal(0.5), output_init=tplayers.Normal(0.5),
+                dtype=torch.float64,
+            )  # fmt: skip
+            tplayers.initialize(whole, number)
             for one in (moe, whole):
                 with torch.no_grad():
                     if preference == "none for one":
@@ -152,11 +151,3 @@ def close(found, expected, case):
     torch.testing.assert_close(
         found.detach(), expected.detach(), rtol=1e-10, atol=1e-10, msg=lambda text: f"{case}: {text}"
     )
-
-
-def tplayers_alone():
-    from mpi4py import MPI
-
-    from commengine import Communicator
-
-    return Communicator(MPI.COMM_SELF, name="alone", device="cpu")

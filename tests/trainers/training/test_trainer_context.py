@@ -8,7 +8,7 @@ import torch
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator, ProcessGrid
 from tests.support.training import small_runs
-from tplayers import ContextGroup, placements
+from tplayers import ContextGroup
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(600)]
 
@@ -33,13 +33,7 @@ LAYOUTS = {2: [Layout(1, 2, 1, 1)], 4: [Layout(1, 4, 1, 1), Layout(2, 2, 1, 1), 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_in_float64(mpi_world, itself, kind, method):
-    """Losses, norms and all gradients, which Adam would hide a factor of; with ZeRO-1, the parameters after them."""
-    close = {"rtol": 1e-10, "atol": 1e-12}
-    whole, truth = small_runs.alone(itself, kind, layers=LAYERS), []
-    for _ in range(STEPS):
-        step = whole.step()
-        parameters = {name: one.detach().clone() for name, one in whole.model.named_parameters()}
-        truth.append((step, small_runs.gradients(whole), parameters))
+    truth = small_runs.steps_of(small_runs.alone(itself, kind, layers=LAYERS), STEPS)
     with Communicator(mpi_world) as world:
         for number, layout in enumerate(LAYOUTS[world.size]):
             sharded = number % 2 == METHODS.index(method) % 2
@@ -47,16 +41,7 @@ def test_steps_in_float64(mpi_world, itself, kind, method):
             grid = ProcessGrid(world, tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline)
             options = {"sequence_parallel": layout.tensor > 1, "recompute": "selective" if sharded else None}
             trainer = small_runs.trainer(kind, grid, config=config, layers=LAYERS, method=method, **options)
-            placed = placements(trainer.model)
-            for expected, gradients, parameters in truth:
-                step = trainer.step()
-                torch.testing.assert_close(dict(step.losses), dict(expected.losses), **close)
-                assert step.norm == pytest.approx(expected.norm, rel=1e-10)
-                for name, gradient in small_runs.gradients(trainer).items() if not sharded else ():
-                    torch.testing.assert_close(gradient, placed[name].part(gradients[name]), msg=name, **close)
-                trainer.optimizer.wait_for_parameters()
-                for name, parameter in trainer.model.named_parameters():
-                    torch.testing.assert_close(parameter.detach(), placed[name].part(parameters[name]), **close)
+            small_runs.require_steps(trainer, truth, f"{layout}, {sharded=}")
             trainer.close()
 
 

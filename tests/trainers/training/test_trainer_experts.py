@@ -7,7 +7,6 @@ import torch
 
 from commengine import Communicator, ProcessGrid
 from tests.support.training import small_runs
-from tplayers import placements
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(600)]
 
@@ -30,16 +29,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("more", [{}, SHARED], ids=["chosen", "shared"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_steps_in_float64(mpi_world, itself, method, more):
-    """Losses, norms and all gradients; with ZeRO-1, the parameters. Recomputation routes as the first pass did."""
-    close = {"rtol": 1e-10, "atol": 1e-12}
+    """Recomputation routes as the first pass did."""
     options = {"layers": LAYERS, **EXPERTS, **more}
-    whole, truth = small_runs.alone(itself, "llama", **options), []
-    for _ in range(STEPS):
-        step = whole.step()
+    truth = small_runs.steps_of(small_runs.alone(itself, "llama", **options), STEPS)
+    for step, _, _ in truth:
         assert list(step.router_losses) == ["load_balancing_loss", "z_loss"] and min(step.router_losses.values()) > 0
         assert step.loss == sum(step.losses.values())
-        parameters = {name: one.detach().clone() for name, one in whole.model.named_parameters()}
-        truth.append((step, small_runs.gradients(whole), parameters))
     with Communicator(mpi_world) as world:
         for number, (tensor, context, pipeline) in enumerate(LAYOUTS[world.size]):
             sharded = number % 2 == 1
@@ -47,18 +42,7 @@ def test_steps_in_float64(mpi_world, itself, method, more):
             grid = ProcessGrid(world, tensor=tensor, context=context, pipeline=pipeline)
             layout = {"sequence_parallel": tensor > 1, "recompute": "full" if sharded else None}
             trainer = small_runs.trainer("llama", grid, config=config, method=method, **options, **layout)
-            placed = placements(trainer.model)
-            for expected, gradients, parameters in truth:
-                step = trainer.step()
-                case = f"{tensor=} {context=} {pipeline=} {sharded=}"
-                for mine, theirs in ((step.losses, expected.losses), (step.router_losses, expected.router_losses)):
-                    assert dict(mine) == pytest.approx(dict(theirs), rel=1e-10), case
-                assert step.norm == pytest.approx(expected.norm, rel=1e-10), case
-                for name, gradient in small_runs.gradients(trainer).items() if not sharded else ():
-                    torch.testing.assert_close(gradient, placed[name].part(gradients[name]), msg=name, **close)
-                trainer.optimizer.wait_for_parameters()
-                for name, parameter in trainer.model.named_parameters():
-                    torch.testing.assert_close(parameter.detach(), placed[name].part(parameters[name]), **close)
+            small_runs.require_steps(trainer, truth, f"{tensor=} {context=} {pipeline=} {sharded=}")
             trainer.close()
 
 
