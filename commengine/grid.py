@@ -23,20 +23,27 @@ AXES = ("tensor", "context", "data", "pipeline")
 class GridLayout:
     """The groups of a world of ``world_size`` ranks along the axes of `AXES`: pure arithmetic.
 
-    tensor, context, pipeline: the sizes of these groups. ``data`` is what remains of the world.
+    tensor, context, pipeline: the sizes of these groups. ``data`` is what remains of the world. expert: the size of
+    the expert groups, into which each data group is cut.
 
-    Raises CollectiveError if their product does not divide ``world_size``.
+    Raises CollectiveError if the product of the first three does not divide ``world_size``, or ``expert`` not ``data``.
     """
 
     world_size: int
     tensor: int
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         given = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         wrong = dict([item for item in given.items() if not is_c_int(item[1], 1)][:1])  # the first is named
         if not wrong and self.world_size % math.prod(given.values()) == 0:
+            if not is_c_int(self.expert, 1) or self.data % self.expert:
+                raise CollectiveError(
+                    f"expert={self.expert!r} does not divide the {self.data} ranks of a data group: the sizes that do "
+                    f"are {divisors(self.data)}"
+                )
             return
         sizes = wrong or {name: size for name, size in given.items() if name == "tensor" or size != 1}
         said = " times ".join(f"{name}={size!r}" for name, size in sizes.items())
@@ -65,6 +72,11 @@ class GridLayout:
         first = rank - step * self.place(rank)[axis]
         return [first + step * number for number in range(getattr(self, axis))]
 
+    def expert_group(self, rank: int) -> list[int]:
+        """The ranks of ``rank``'s expert group, in order: adjacent ones of its data group."""
+        first = self.place(rank)["data"] // self.expert * self.expert
+        return self.group(rank, "data")[first : first + self.expert]
+
 
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of ``number`` in ascending order."""
@@ -77,26 +89,32 @@ class ProcessGrid(OwnsCommunicators):
     world: the Communicator to split; it stays the caller's. Construction and `close` are collective over it.
     tensor, context, pipeline: the sizes of these groups; their product must divide ``world.size``. A data group has
         the remaining factor as its size.
+    expert: the size of the expert groups, which must divide that of a data group.
 
-    Raises CollectiveError on every rank if the product does not divide, and CollectiveMismatch if the ranks gave
+    Raises CollectiveError on every rank if a size does not divide, and CollectiveMismatch if the ranks gave
     different sizes.
 
     The attributes ``tensor``, ``context``, ``data`` and ``pipeline`` are this rank's Communicators: adjacent ranks form
     a tensor group, then come context, data and pipeline. ``layout`` is the `GridLayout`. ``replicas`` joins the context
     and the data groups of the ranks that have the same parameters: their gradients are summed over it. It is ``data``
-    itself if context groups have one rank.
+    itself if context groups have one rank. ``expert`` has ranks of one data group that together have all experts of a
+    mixture (Lepikhin et al. 2020, arXiv 2006.16668, section 3.1). ``expert_replicas`` has the ranks of ``replicas``
+    with the same experts, and is ``replicas`` itself if expert groups have one rank.
 
     Warns on rank 0 when a tensor group crosses nodes, because its collectives run over the network for every layer.
     """
 
-    def __init__(self, world: Communicator, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+    def __init__(
+        self, world: Communicator, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1
+    ) -> None:
         self.world = world
         problem = None
         try:
-            self.layout = GridLayout(world.size, tensor, context, pipeline)
+            self.layout = GridLayout(world.size, tensor, context, pipeline, expert)
         except CollectiveError as error:
             problem = str(error)
         more = "" if (context, pipeline) == (1, 1) else f", context={context!r}, pipeline={pipeline!r}"
+        more += "" if expert == 1 else f", expert={expert!r}"
         world.compare(f"ProcessGrid(tensor={tensor!r}{more})", problem)
         place = self.layout.place(world.rank)
         self.tensor, self.context, self.data, self.pipeline = (
@@ -105,6 +123,14 @@ class ProcessGrid(OwnsCommunicators):
         self.replicas = self.data
         if context > 1:
             self.replicas = _split(world, place["pipeline"] * tensor + place["tensor"], world.rank, "replicas")
+        mine = self.layout.expert_group(world.rank)
+        number = mine.index(world.rank)
+        self.expert = _split(world, mine[0], number, "expert")
+        self.expert_replicas = self.replicas
+        if expert > 1:
+            # Those of `replicas` have the first rank of a replica in common, and these the place in the expert group.
+            first = place["pipeline"] * tensor + place["tensor"]
+            self.expert_replicas = _split(world, first * expert + number, world.rank, "expert_replicas")
         self._warn_of_crossed_nodes()
 
     def _warn_of_crossed_nodes(self) -> None:
@@ -123,13 +149,14 @@ class ProcessGrid(OwnsCommunicators):
 
     @property
     def groups(self) -> list[Communicator]:
-        """The groups that a training step uses, each once. Those of a context axis only where it has several ranks."""
+        """The groups that a training step uses, each once. Those of context and experts only if they have several."""
         shared = [] if self.replicas is self.data else [self.context, self.replicas]
-        return [self.tensor, *shared, self.data, self.pipeline]
+        of_experts = [] if self.expert_replicas is self.replicas else [self.expert, self.expert_replicas]
+        return [self.tensor, *shared, self.data, *of_experts, self.pipeline]
 
     def require_axes(self, user: str, *axes: str) -> None:
         """Raise CollectiveError, on every rank, if an axis that ``user``, a name, does not know has several ranks."""
-        more = [axis for axis in AXES if axis not in axes and getattr(self.layout, axis) > 1]
+        more = [axis for axis in (*AXES, "expert") if axis not in axes and getattr(self.layout, axis) > 1]
         if more:
             raise CollectiveError(
                 f"{user} knows the axes {' and '.join(axes)} of a grid, and {self!r} has {more[0]}, too"
@@ -137,11 +164,11 @@ class ProcessGrid(OwnsCommunicators):
 
     def close(self) -> None:
         """Free the groups; the world stays open. Collective."""
-        for comm in (*self.groups, self.context):
+        for comm in (*self.groups, self.context, self.expert):
             comm.close()
 
     def __repr__(self) -> str:
-        sizes = {axis: getattr(self.layout, axis) for axis in AXES}
+        sizes = {axis: getattr(self.layout, axis) for axis in (*AXES, "expert")}
         shown = [f"{axis}={size}" for axis, size in sizes.items() if axis in ("tensor", "data") or size > 1]
         return f"ProcessGrid({', '.join(shown)})"
 

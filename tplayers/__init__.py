@@ -80,7 +80,6 @@ from .placement import Normal as Normal
 from .placement import Placement as Placement
 from .placement import add_parameter as add_parameter
 from .placement import all_reduce_together as all_reduce_together
-from .placement import first_copies as first_copies
 from .placement import initialize as initialize
 from .placement import placements as placements
 from .placement import require_divisible as require_divisible

@@ -247,12 +247,6 @@ def whole_placements(module: nn.Module) -> dict[str, Placement]:
     return placements(module if whole is None else whole())
 
 
-def first_copies(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` by name, but the one of which another pipeline stage has the first copy."""
-    second = getattr(module, "second_copy", None)
-    return {name: parameter for name, parameter in module.named_parameters() if name != second}
-
-
 #: The attribute of a module that holds the placements of its own parameters.
 _RECORDS = "parameter_placements"
 

@@ -97,6 +97,11 @@ class JobConfig:
         return 1
 
     @property
+    def expert_ranks(self) -> int:
+        """The ranks that share experts: more than one only in a command that has the option."""
+        return 1
+
+    @property
     def replica_size(self) -> int:
         """The ranks that share a model and its samples. The ranks are this number times the data-parallel size."""
         return self.tensor_model_parallel_size * self.context_ranks * self.stages
@@ -104,8 +109,9 @@ class JobConfig:
     def grid(self, world: Communicator) -> ProcessGrid:
         """The groups of the job. Collective over ``world``."""
         return ProcessGrid(
-            world, tensor=self.tensor_model_parallel_size, context=self.context_ranks, pipeline=self.stages
-        )
+            world, tensor=self.tensor_model_parallel_size, context=self.context_ranks, pipeline=self.stages,
+            expert=self.expert_ranks,
+        )  # fmt: skip
 
     @property
     def order(self) -> Order | None:

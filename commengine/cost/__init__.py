@@ -22,6 +22,7 @@ from .context import context_collectives as context_collectives
 from .context import copies_of_groups as copies_of_groups
 from .experts import all_to_all_seconds as all_to_all_seconds
 from .experts import busiest as busiest
+from .experts import expert_collectives as expert_collectives
 from .experts import gathered_seconds as gathered_seconds
 from .experts import linear_crossover as linear_crossover
 from .experts import link_crossover as link_crossover
@@ -55,6 +56,7 @@ from .step import tensor_parallel_collectives as tensor_parallel_collectives
 from .transformer import StageShape as StageShape
 from .transformer import TransformerShape as TransformerShape
 from .transformer import active_parameters as active_parameters
+from .transformer import expert_parameters as expert_parameters
 from .transformer import model_flops as model_flops
 from .transformer import parameter_sizes as parameter_sizes
 from .transformer import parameters as parameters

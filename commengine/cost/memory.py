@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .transformer import StageShape, TransformerShape, parameters, require_recompute
+from .transformer import StageShape, TransformerShape, expert_parameters, parameters, require_recompute
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,15 @@ def training_bytes(
     microbatches: float = 1.0,
     *,
     context: int = 1,
+    expert: int = 1,
 ) -> dict[str, float]:
     """Return the bytes of one rank at the peak of a training step, by use; their sum is what the rank needs.
 
-    batch: of a micro-batch. tensor, data, context: the sizes of these groups. stage, microbatches: as in
-    `activation_bytes`. The replicas of a parameter are data x context ranks.
+    batch: of a micro-batch. tensor, data, context, expert: the sizes of these groups. stage, microbatches: as in
+    `activation_bytes`. The replicas of a parameter are data x context ranks, and of an expert data x context / expert.
 
     - "parameters and optimizer": `parameter_bytes`.
+    - "experts and their optimizer": the same of a rank's experts, without shared ones, if the model has any.
     - "activations": `activation_bytes`.
     - "gradients being sent": the copies of the gradients at the end of the backward (``kept.sends_together``). The
       activations are free by then, so only the bytes beyond theirs count.
@@ -164,19 +166,27 @@ def training_bytes(
     libraries keep, and unused memory between tensors.
     """
     kept = kept or KeptTensors()
-    owned = parameters(shape, tensor, stage)
-    replicas = data * context
-    ranks = replicas if kept.zero1 else 1
+    experts = expert_parameters(shape, tensor, stage, expert=expert)
+    dense = parameters(shape, tensor, stage, expert=expert) - experts
     activations = activation_bytes(shape, batch, tensor, kept, stage, microbatches, context=context)
-    sent = 0.0
-    if replicas > 1 and kept.sends_together:
+
+    def state(owned: float, replicas: int) -> float:
+        ranks = replicas if kept.zero1 else 1
+        return parameter_bytes(
+            owned, element_bytes=kept.element_bytes, gradient_bytes=kept.gradient_bytes, zero1_ranks=ranks
+        )
+
+    def sent(owned: float, replicas: int) -> float:
+        if replicas == 1 or not kept.sends_together:
+            return 0.0
         received = kept.sent_bytes or kept.gradient_bytes
-        sent = owned * (kept.sent_bytes + (received / replicas if kept.zero1 else 0))
-    state = parameter_bytes(
-        owned, element_bytes=kept.element_bytes, gradient_bytes=kept.gradient_bytes, zero1_ranks=ranks
-    )
+        return owned * (kept.sent_bytes + (received / replicas if kept.zero1 else 0))
+
+    both = (dense, data * context), (experts, data * context // expert)
+    of_experts = {"experts and their optimizer": state(*both[1])} if experts else {}
     return {
-        "parameters and optimizer": state,
+        "parameters and optimizer": state(*both[0]),
+        **of_experts,
         "activations": activations,
-        "gradients being sent": max(0.0, sent - activations),
+        "gradients being sent": max(0.0, sum(sent(*one) for one in both) - activations),
     }

@@ -125,12 +125,14 @@ class StageShape:
     last: bool = True
 
 
-def parameters(shape: TransformerShape, tensor: int = 1, stage: StageShape | None = None) -> int:
+def parameters(
+    shape: TransformerShape, tensor: int = 1, stage: StageShape | None = None, *, expert: int = 1
+) -> int:  # fmt: skip
     """Return the number of parameters of one rank of a tensor group of ``tensor`` ranks: the sum of `parameter_sizes`.
 
     Weights and the biases of column-parallel layers are split. LayerNorms, the biases of row-parallel layers and the
     position embedding are not. stage: the parameters of this stage only, instead of the whole model. A tied embedding
-    lies on the first and on the last stage.
+    lies on the first and on the last stage. expert: the ranks that share the experts of a layer.
     """
     stage = stage or StageShape(shape.layers)
 
@@ -140,7 +142,24 @@ def parameters(shape: TransformerShape, tensor: int = 1, stage: StageShape | Non
         return name.startswith("layers.") or ends or (tied and stage.last)
 
     sizes = parameter_sizes(replace(shape, layers=stage.layers), tensor)
-    return sum(size for name, size in sizes if here(name))
+    elsewhere = expert_parameters(shape, tensor, stage) - expert_parameters(shape, tensor, stage, expert=expert)
+    return sum(size for name, size in sizes if here(name)) - elsewhere
+
+
+def expert_parameters(
+    shape: TransformerShape, tensor: int = 1, stage: StageShape | None = None, *, expert: int = 1
+) -> int:  # fmt: skip
+    """Return the number of parameters of a rank's experts, without shared ones. Arguments as for `parameters`.
+
+    Raises ValueError if ``expert`` ranks cannot have equally many.
+    """
+    if not shape.experts:
+        return 0
+    if expert < 1 or shape.experts % expert:
+        raise ValueError(f"expert={expert} does not divide experts={shape.experts}")
+    layers = shape.layers if stage is None else stage.layers
+    one = sum(size for name, size in _layer_sizes(shape, tensor).items() if name.startswith("mlp.experts.0."))
+    return layers * shape.experts // expert * one
 
 
 def parameter_sizes(
@@ -225,10 +244,8 @@ def _layer_sizes(shape: TransformerShape, tensor: int) -> dict[str, int]:
 
 def active_parameters(shape: TransformerShape) -> int:
     """Return the number of parameters of the whole model that a token meets: of the experts those that it goes to."""
-    if not shape.experts:
-        return parameters(shape)
-    of_expert = sum(size for name, size in _layer_sizes(shape, 1).items() if name.startswith("mlp.experts.0."))
-    return parameters(shape) - shape.layers * (shape.experts - shape.of_token) * of_expert
+    unused = shape.experts - shape.of_token if shape.experts else 0
+    return parameters(shape) - expert_parameters(shape) * unused // max(shape.experts, 1)
 
 
 def model_flops(shape: TransformerShape, batch: int, recompute: str = "none") -> float:

@@ -55,6 +55,14 @@ def test_sizes_of_which_the_product_does_not_divide(sizes, said):
         GridLayout(*sizes)
 
 
+@pytest.mark.parametrize("expert", [3, 8, 0, -1, 2.0, None])
+def test_expert_groups_that_do_not_divide_the_data_groups(expert):
+    with pytest.raises(
+        CollectiveError, match=rf"^expert={expert} does not divide the 4 ranks of a data group: .*\[1, 2, 4"
+    ):
+        GridLayout(8, 2, expert=expert)
+
+
 @pytest.mark.parametrize("world_size, tensor", [(6, 4), (2, 3), (4, 0), (4, -2), (1, 2)])
 def test_a_size_that_does_not_divide(world_size, tensor):
     with pytest.raises(CollectiveError) as caught:
@@ -91,6 +99,36 @@ def test_communicators_of_a_grid(world):
         with pytest.raises(CollectiveError, match="closed"):
             grid.tensor.barrier()
         world.barrier()
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.every_size
+def test_expert_groups_of_every_shape(world):
+    """Against the definition: the data axis is cut into blocks, and a place in them has the same experts everywhere."""
+    for tensor, context, data, pipeline in shapes(world.size):
+        for expert in divisors(data):
+            with ProcessGrid(world, tensor, context=context, pipeline=pipeline, expert=expert) as grid:
+                places = [grid.layout.place(rank) for rank in range(world.size)]
+                mine = places[world.rank]
+
+                def alike(rank, *axes, of=places, to=mine):
+                    return all(of[rank][axis] == to[axis] for axis in axes)
+
+                data_group = [r for r in range(world.size) if alike(r, "tensor", "context", "pipeline")]
+                block = [r for r in data_group if places[r]["data"] // expert == mine["data"] // expert]
+                copies = [
+                    r
+                    for r in range(world.size)
+                    if alike(r, "tensor", "pipeline") and places[r]["data"] % expert == mine["data"] % expert
+                ]
+                assert grid.layout.expert_group(world.rank) == block
+                for comm, group in ((grid.expert, block), (grid.expert_replicas, copies)):
+                    members = torch.zeros(comm.size, dtype=torch.int64)
+                    comm.all_gather(members, torch.tensor([world.rank]))
+                    assert members.tolist() == group
+                assert (grid.expert_replicas is grid.replicas) == (expert == 1)
+                assert len(set(map(id, grid.groups))) == len(grid.groups) == 3 + 2 * (context > 1) + 2 * (expert > 1)
+                assert ("expert=" in repr(grid)) == (expert > 1)
 
 
 @pytest.mark.mpi(min_size=1)

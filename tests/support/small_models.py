@@ -15,7 +15,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def made(kind, comm, *, overlap_stream=None, dtype=None, part=None, context=None, **options):
+def made(kind, comm, *, overlap_stream=None, dtype=None, part=None, context=None, expert_group=None, **options):
     """An initialised model of this kind. part: of its layers. options: fields of its configuration."""
     fields = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "make_vocab_size_divisible_by": 16, **options}
     layers = fields.pop("num_layers", LAYERS)
@@ -26,7 +26,7 @@ def made(kind, comm, *, overlap_stream=None, dtype=None, part=None, context=None
     shape, model = (GPTConfig, GPT) if kind in DECODERS else (BERTConfig, BERT)
     found = model(
         shape(layers, H, HEADS, VOCAB, S, **fields), comm, overlap_stream=overlap_stream, dtype=dtype, part=part,
-        context=context,
+        context=context, **({} if expert_group is None else {"expert_group": expert_group}),
     )  # fmt: skip
     initialize(found, 3)
     return found

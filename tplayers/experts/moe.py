@@ -195,3 +195,13 @@ class MoE(nn.Module):
         expert = self.experts[number]
         assert isinstance(expert, MLP | SwiGLU)
         return expert.part
+
+
+def expert_parameters(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters of ``module`` of which the ranks of an expert group hold different ones."""
+    return frozenset(
+        f"{path}.experts.{name}".lstrip(".")
+        for path, layer in module.named_modules()
+        if isinstance(layer, MoE) and layer.expert_group is not None
+        for name, _ in layer.experts.named_parameters()
+    )

@@ -20,6 +20,7 @@ from commengine import ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
 from tplayers import Placement, whole_placements
 from trainers.files import checksums
+from trainers.training.holders import held_first
 from trainers.training.optimizer import Optimizer
 from trainers.training.optimizer_state import OptimizerState
 
@@ -46,7 +47,7 @@ LOOK_SECONDS = 0.05
 class CheckpointWriter:
     """A checkpoint of the state after ``progress.iteration`` steps, that is being written.
 
-    With ``background`` each rank copies what it will write (its share of the files, which replica 0 writes), and a
+    With ``background`` each rank copies what it will write (its share of the files, see `held_first`), and a
     thread of each rank writes the copy: model and optimizer may change at once. Otherwise the files are written when
     the constructor returns. In both cases the checkpoint has its name only after `finish`, and until then the older
     checkpoints are as they were.
@@ -92,15 +93,15 @@ class CheckpointWriter:
         if isinstance(optimizer, Optimizer):
             optimizer.wait_for_parameters()
         mine: Iterator[tuple[str, int, Any]] = iter(())
-        if grid.replicas.rank == 0:  # a stage's first tensor group holds all of it that replicas do not share
-            first, own = grid.pipeline.rank == 0, ((key, one) for key, one in values.items() if key != second)
+        if grid.expert_replicas.rank == 0:  # the first replica, and with expert groups all that have other experts
+            first, own = grid.replicas.rank == grid.pipeline.rank == 0, held_first(model, grid, values).items()
             mine = (
                 (file, start, data)
                 for file, described, given in ((MODEL, weights, own), (OPTIMIZER, moments, state))
                 for start, data in parallel_safetensors.ranges(described, given, grid.tensor, header=first)
             )
         else:
-            for _ in state:  # this rank's shards go to rank 0 of the data group
+            for _ in state:  # this rank's shards go to the first rank that holds the same parameters
                 pass
         if background:
             copies = deque((file, start, bytes(data)) for file, start, data in mine)
@@ -125,6 +126,7 @@ class CheckpointWriter:
             self._wait()
             on_every_rank(self._world, lambda: self._told(self._raise_problem))
             of_stage = [one for some in gather_json(self._grid.tensor, self._pieces) for one in some]
+            of_stage = [one for some in gather_json(self._grid.expert, of_stage) for one in some]
             pieces = [checksums.Piece(*one) for some in gather_json(self._grid.pipeline, of_stage) for one in some]
             self._on_rank_zero(lambda: self._publish(pieces))
         except UsageError:  # on all ranks

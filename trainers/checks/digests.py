@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from commengine.rank_zero import gather_json
-from tplayers import Placement, first_copies, whole_placements
+from tplayers import Placement, whole_placements
 from tplayers.rng import generator
+from trainers.training.holders import held_first
 from trainers.training.trainer import Step, Trainer
 
 #: the end of the names of digests in metrics.jsonl
 SUFFIX = "_digest"
 
 #: the names, in a row of metrics.jsonl that has digests, of the sizes of the groups, and the group of each. A row has
-#: the third and the fourth only where they are above 1
+#: the last three only where they are above 1
 LAYOUT = {
     "tensor_model_parallel_size": "tensor", "data_parallel_size": "data",
     "pipeline_model_parallel_size": "pipeline", "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
 }  # fmt: skip
 
 #: of a digest: every program that reads JSON keeps whole numbers of this size
@@ -42,10 +44,11 @@ def digests(trainer: Trainer, step: Step) -> dict[str, int]:
     """The digests of a step's losses and norm, and of the parameters after it, for a row of metrics.jsonl.
 
     Those of the parameters are 0 on all replicas but the first, and on all stages but the first. Collective over the
-    trainer's tensor and pipeline groups and, with ZeRO-1, over its replicas. It takes a pass over the parameters.
+    trainer's tensor, expert and pipeline groups and, with ZeRO-1, over its replicas. It takes a pass over the
+    parameters.
     """
     trainer.optimizer.wait_for_parameters()
-    weights = weights_digest(trainer) if trainer.grid.replicas.rank == 0 else 0
+    weights = weights_digest(trainer) if trainer.grid.expert_replicas.rank == 0 else 0
     return {
         f"loss{SUFFIX}": _of_text(" ".join(f"{name} {loss.hex()}" for name, loss in step.losses.items())),
         f"norm{SUFFIX}": _of_text(step.norm.hex()),
@@ -60,18 +63,23 @@ def layout(trainer: Trainer) -> dict[str, int]:
 
 
 def weights_digest(trainer: Trainer) -> int:
-    """The digest of all parameters, on the first stage. Collective over the trainer's tensor and pipeline groups."""
+    """The digest of all parameters, on the first stage of the first replica; 0 elsewhere.
+
+    Collective over the trainer's tensor, expert and pipeline groups.
+    """
     model, grid = trainer.model, trainer.grid
     placed = whole_placements(model)
-    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in first_copies(model).items()}
+    mine = held_first(model, grid, dict(model.named_parameters()))
+    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in mine.items()}
     split = torch.tensor([number if placed[name].sharded else 0 for name, number in sums.items()])
     grid.tensor.all_reduce(split)
-    mine = {
+    found = {
         name: of_all if placed[name].sharded else number
         for (name, number), of_all in zip(sums.items(), split.tolist(), strict=True)
     }
-    every = {name: number for stage in gather_json(grid.pipeline, mine) for name, number in stage.items()}
-    return _of_text(" ".join(f"{name} {every[name]}" for name in placed)) if every else 0
+    for group in (grid.expert, grid.pipeline):
+        found = {name: number for part in gather_json(group, found) for name, number in part.items()}
+    return _of_text(" ".join(f"{name} {found[name]}" for name in placed)) if found else 0
 
 
 def tensor_sum(part: Tensor, placement: Placement) -> int:

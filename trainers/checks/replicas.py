@@ -6,8 +6,7 @@ different results. Nothing in a step compares them again.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import xxhash
@@ -17,6 +16,7 @@ from commengine import Communicator, ProcessGrid
 from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
+from tplayers.experts.moe import expert_parameters
 from trainers.training.module_state import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
@@ -39,17 +39,20 @@ def difference(trainer: Trainer) -> str | None:
     """What differs between copies on several ranks, and where, or None. Collective over the trainer's world.
 
     Compared over the replicas, which are the data and the context ranks: parameters, and masters and AdamW's moments
-    where they are not sharded (ZeRO-1). Over the tensor group: the same of parameters that are not split. Between the
-    first and the last stage of a pipeline: a tied weight. The ranks of a group get the same answer; groups do not. It
-    costs one pass over these tensors and two collectives of 16 bytes, or three. To be called between steps.
+    where they are not sharded (ZeRO-1); those of experts over the replicas that have the same experts. Over the tensor
+    group: the same of parameters that are not split. Between the first and the last stage of a pipeline: a tied weight.
+    The ranks of a group get the same answer; groups do not. It costs one pass over these tensors and two collectives of
+    16 bytes, and one more for experts and for a tied weight. To be called between steps.
     """
     trainer.optimizer.wait_for_parameters()
-    placed = placements(trainer.model)
+    placed, experts = placements(trainer.model), expert_parameters(trainer.model)
     state = ((name, name.partition(".")[2], tensor) for name, tensor in trainer.optimizer.unsharded())
     parameters = ((name, name, parameter) for name, parameter in trainer.model.named_parameters())
+    every = [*parameters, *state]
     found = differing(
-        trainer.grid, [(name, tensor, placed[of].sharded) for name, of, tensor in itertools.chain(parameters, state)]
-    )
+        trainer.grid, [(name, tensor, placed[of].sharded) for name, of, tensor in every],
+        {name for name, of, _ in every if of in experts},
+    )  # fmt: skip
     tied = trainer.tied
     if tied is not None and tied.ends is not None:
         of_copies = difference_between(tied.ends, [(tied.name, checksum(trainer.gradients.named[tied.name]))])
@@ -57,17 +60,23 @@ def difference(trainer: Trainer) -> str | None:
     return found
 
 
-def differing(grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]]) -> str | None:
+def differing(
+    grid: ProcessGrid, held: Iterable[tuple[str, Tensor, bool]], experts: Collection[str] = ()
+) -> str | None:  # fmt: skip
     """The first difference between this rank's replicas or in its tensor group, and where it is; None without one.
 
-    held: (name, tensor, whether the ranks of a tensor group hold different parts). Collective over both groups.
+    held: (name, tensor, whether the ranks of a tensor group hold different parts). experts: the names that only the
+    ranks of ``grid.expert_replicas`` hold. Collective over these groups.
     """
     hashed = [(name, checksum(tensor), sharded) for name, tensor, sharded in held]
-    every = [(name, value) for name, value, _ in hashed]
+    of_all = [(name, value) for name, value, _ in hashed if name not in experts]
+    of_experts = [(name, value) for name, value, _ in hashed if name in experts]
     whole = [(name, value) for name, value, sharded in hashed if not sharded]
-    # Every rank takes part in both.
-    told = [difference_between(grid.replicas, every), difference_between(grid.tensor, whole)]
-    return told[0] or told[1]
+    # Every rank takes part in all of them.
+    told = [difference_between(grid.replicas, of_all), difference_between(grid.tensor, whole)]
+    if experts:
+        told.append(difference_between(grid.expert_replicas, of_experts))
+    return next((one for one in told if one is not None), None)
 
 
 def require_same_structure(world: Communicator, module: nn.Module) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from commengine import ProcessGrid, UsageError
+from commengine import Communicator, ProcessGrid, UsageError
 from tplayers import StageInput
 from trainers.pipeline.schedule import Schedule, activations_like
+from trainers.training.holders import replicas_of
 from trainers.training.interfaces import FiniteBatchSource, Objective
-from trainers.training.reduction import replicas_of
 
 
 class HeldOut(NamedTuple):
@@ -105,7 +105,8 @@ def evaluate(
                         usable.append(batch)
                     else:
                         totals[-1] += 1
-                _add_losses(sums, model, objective, usable, schedule)
+                if _same_passes(model, totals):
+                    _add_losses(sums, model, objective, usable, schedule)
     finally:
         model.train()
     totals[:terms] = sums
@@ -120,6 +121,19 @@ def evaluate(
     means = (totals[:terms] / totals[terms:-1]).tolist()
     counts = [int(count) for count in totals[terms:-1]]
     return {name: Mean(*of_term) for name, *of_term in zip(objective.names, means, counts, strict=True)}
+
+
+def _same_passes(model: nn.Module, totals: Tensor) -> bool:
+    """Whether the ranks of the model's expert group, if it has one, can all make the passes of a global batch.
+
+    They have equally many, in which their tokens meet, unless one cannot use a micro-batch. Collective over the group.
+    """
+    group: Communicator | None = getattr(model, "expert_group", None)
+    if group is None or group.size == 1:
+        return True
+    unusable = totals[-1:].clone()
+    group.all_reduce(unusable)
+    return not unusable
 
 
 def _add_losses(

@@ -58,6 +58,7 @@ class Report(Remarks):
     data_parallel_size: int
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
     train_loss: float | None
     validation_loss: float | None
     token_loss: float | None = None
@@ -78,6 +79,7 @@ class Report(Remarks):
         layout = f"tensor {self.tensor_model_parallel_size} x data {self.data_parallel_size}"
         layout += f" x context {parts}" if parts > 1 else ""
         layout += f" x pipeline {stages}" if stages > 1 else ""
+        layout += f", in expert groups of {self.expert_model_parallel_size}" * (self.expert_model_parallel_size > 1)
         lines = [f"{self.iteration} steps, {_count(self.parameters)} parameters, {layout}", ""]
         several = self.token_loss is not None and self.token_loss != self.validation_loss
         unit_of_all, terms = (unit.partition("/")[0], ", the sum of all terms") if several else (unit, "")
@@ -176,6 +178,7 @@ def report(
         data_parallel_size=trainer.grid.data.size,
         pipeline_model_parallel_size=trainer.grid.pipeline.size,
         context_parallel_size=trainer.grid.context.size,
+        expert_model_parallel_size=trainer.grid.expert.size,
         train_loss=train_loss,
         validation_loss=None if means is None else total(means),
         token_loss=None if first is None else first.loss,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
-from tplayers import BERT, BERTConfig, ContextGroup, ModelPart, Randomness
+from tplayers import BERT, BERTConfig, ModelPart, Randomness
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
 from tplayers.models.config import NORM_PLACEMENTS
@@ -108,9 +108,9 @@ class BERTTrainConfig(TransformerTrainConfig):
 
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        context: ContextGroup | None = None,
+        **groups: Any,
     ) -> BERT:  # fmt: skip
-        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, context=context)
+        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
 
     def open_corpus(self) -> Corpus:
         return open_masked_corpus(self, self.wordpieces(), self.rules())

@@ -126,6 +126,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
     data, shape, context = ranks // config.replica_size, config.cost_shape(), config.context_parallel_size
+    expert = config.expert_ranks
     most = max(_stages(config), key=lambda stage: stage.layers)
     whole = replace(shape, layers=most.layers)
     here = replace(whole, seq=shape.seq // context)
@@ -145,18 +146,28 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
         order_head=order_head,
     )  # fmt: skip
     of_context = [one for one in run for _ in range(microbatches)]
+    run = cost.expert_collectives(here, micro, expert, element_bytes=size, recompute=recompute)
+    of_expert = [one for one in run for _ in range(microbatches)]
 
-    owned = cost.parameters(shape, tensor, most)
-    buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data * context))
-    of_data = cost.data_parallel_collectives(
-        owned, data * context, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
-        zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
-    )  # fmt: skip
+    def reduced(owned: float, ranks: int) -> list[Collective]:
+        buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data * context))
+        return cost.data_parallel_collectives(
+            owned, ranks, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
+            zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
+        )  # fmt: skip
+
+    owned = cost.parameters(shape, tensor, most, expert=expert)
+    apart = cost.expert_parameters(shape, tensor, most, expert=expert) if expert > 1 else 0
+    of_data = reduced(owned - apart, data * context)
+    of_replicas = reduced(apart, data * context // expert) if apart else []
     message = size * micro * here.seq * config.hidden_size / (tensor if config.sequence_parallel else 1)
     why = "activations forward, gradients backward"
     messages = [Collective("p2p", message, 2, 2 * config.chunks * microbatches, why)] if stages > 1 else []
     replicas = "data" if context == 1 else "replicas"
-    of_groups = (("tensor", of_tensor), ("context", of_context), (replicas, of_data), ("pipeline", messages))
+    of_groups = (
+        ("tensor", of_tensor), ("context", of_context), ("expert", of_expert), (replicas, of_data),
+        ("expert_replicas", of_replicas), ("pipeline", messages),
+    )  # fmt: skip
     return {name: found for name, found in of_groups if found}
 
 
@@ -209,7 +220,9 @@ def forecast(
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * _seconds(model, one) for one in every)
     if stages == 1:
-        memory = cost.training_bytes(shape, config.micro_batch_size, tensor, data, kept, context=context) | block
+        memory = block | cost.training_bytes(
+            shape, config.micro_batch_size, tensor, data, kept, context=context, expert=config.expert_ranks
+        )
         flops = cost.model_flops(shape, batch, kept.recompute) / ranks
         return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
     microbatches = batch // (config.micro_batch_size * data)
@@ -217,6 +230,7 @@ def forecast(
         cost.training_bytes(
             shape, config.micro_batch_size, tensor, data, kept, stage,
             cost.kept_microbatches(number, stages, microbatches, config.chunks), context=context,
+            expert=config.expert_ranks,
         )
         for number, stage in enumerate(_stages(config))
     ]  # fmt: skip
@@ -270,6 +284,7 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
         layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.replica_size}"
         layout += f" x context {config.context_parallel_size}" if config.context_parallel_size > 1 else ""
         layout += f" x pipeline {stages}" if stages > 1 else ""
+        layout += f", in expert groups of {config.expert_ranks}" if config.expert_ranks > 1 else ""
         print(f"--dry-run on {comm.size} ranks, {layout}: nothing is trained")
         print("\n".join(found.lines()), flush=True)
 

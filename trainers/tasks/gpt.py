@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, Stream
-from tplayers import GPT, ContextGroup, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
+from commengine import Communicator, ProcessGrid, Stream
+from tplayers import GPT, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.models.config import POSITION_EMBEDDINGS
 from tplayers.norm import NORMS
@@ -19,7 +19,6 @@ from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import IGNORED
 from trainers.options import (
-    Experts,
     Heads,
     Length,
     Positive,
@@ -33,6 +32,7 @@ from trainers.options import (
 from trainers.run.evaluation import Mean
 from trainers.run.task import Remarks
 
+from .experts import ExpertsConfig
 from .training import TransformerTask
 from .transformer import TransformerTrainConfig
 from .unigram import unigram_entropy
@@ -45,7 +45,7 @@ SAMPLING = Sampling(temperature=0.8, top_k=40)
 
 
 @dataclass(frozen=True)
-class GPTTrainConfig(TransformerTrainConfig):
+class GPTTrainConfig(TransformerTrainConfig, ExpertsConfig):
     """The settings of `trainers.pretrain_gpt`. A field is the flag of the same name, with dashes."""
 
     task = "gpt"
@@ -94,24 +94,6 @@ class GPTTrainConfig(TransformerTrainConfig):
     qk_layernorm: bool = option(False, "normalise the queries and keys of each head", fixed=True)
     untie_embeddings_and_output_weights: bool = option(False, "the output layer has a weight of its own", fixed=True)
 
-    # mixture of experts
-    num_experts: Experts | None = option(None, "experts of each layer, in place of its feed-forward block", fixed=True)
-    moe_router_topk: Experts = option(2, "experts of each token", fixed=True)
-    moe_ffn_hidden_size: Width | None = option(None, "width of an expert (default ffn-hidden-size)", fixed=True)
-    moe_router_pre_softmax: bool = option(
-        False, "weight an expert by its probability among all experts, not among those of the token", fixed=True
-    )
-    moe_shared_expert_intermediate_size: Width | None = option(
-        None, "width of an expert that all tokens have, too (default none)", fixed=True
-    )
-    moe_shared_expert_gate: bool = option(False, "the shared expert's result has a gate", fixed=True)
-    moe_aux_loss_coeff: Annotated[float, between(0, 1e6)] = option(
-        0.0, "coefficient of the loss that balances the experts within each sequence"
-    )
-    moe_z_loss_coeff: Annotated[float, between(0, 1e6)] = option(
-        0.0, "coefficient of the loss that keeps the router's logits small"
-    )
-
     def validate(self, ranks: int) -> None:
         """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
         super().validate(ranks)
@@ -121,26 +103,13 @@ class GPTTrainConfig(TransformerTrainConfig):
             f"{given(self, 'num_query_groups')}: needs --group-query-attention",
         )
         require(rope or not self.use_rope_scaling, "--use-rope-scaling: needs --position-embedding-type rope")
-        self._require_experts()
+        if self.num_experts is not None:
+            experts = given(self, "num_experts")
+            require(self.disable_bias_linear, f"{experts}: needs --disable-bias-linear, as experts have no biases")
+            require(not self.deterministic, f"--deterministic: excludes {experts}")
         require(not (self.deterministic and self.qk_layernorm), "--deterministic: excludes --qk-layernorm")
         low, high = given(self, "rope_low_freq_factor"), given(self, "rope_high_freq_factor")
         require(self.rope_low_freq_factor < self.rope_high_freq_factor, f"{low}: must be below {high}")
-
-    def _require_experts(self) -> None:
-        if self.num_experts is None:
-            of_experts = [item for item in fields(self) if item.name.startswith("moe_")]
-            more = [item.name for item in of_experts if getattr(self, item.name) != item.default]
-            require(not more, f"{given(self, more[0]) if more else ''}: needs --num-experts")
-            return
-        experts, k = given(self, "num_experts"), given(self, "moe_router_topk")
-        require(self.moe_router_topk <= self.num_experts, f"{k}: must not exceed {experts}")
-        require(self.disable_bias_linear, f"{experts}: needs --disable-bias-linear, because experts have no biases")
-        require(
-            not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size is not None,
-            "--moe-shared-expert-gate: needs --moe-shared-expert-intermediate-size",
-        )
-        for name in ("deterministic", "compile"):
-            require(not getattr(self, name), f"--{name}: excludes {experts}")
 
     def rope_scaling(self) -> RopeScaling | None:
         """The scaling of rotary positions; None for none."""
@@ -159,9 +128,12 @@ class GPTTrainConfig(TransformerTrainConfig):
 
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        context: ContextGroup | None = None,
+        **groups: Any,
     ) -> GPT:  # fmt: skip
-        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, context=context)
+        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
+
+    def groups(self, grid: ProcessGrid) -> dict[str, Any]:
+        return {**super().groups(grid), "expert_group": grid.expert}
 
     def open_corpus(self) -> Corpus:
         return open_corpus(self)

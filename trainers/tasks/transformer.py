@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError, cost
-from tplayers import BERT, GPT, ContextGroup, ModelPart, TransformerConfig
+from tplayers import BERT, GPT, ModelPart, TransformerConfig
 from trainers import presets
 from trainers.config import LOAD, TrainConfig, of_other_program
 from trainers.data.batches import GlobalBatches
@@ -152,16 +152,20 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
     @abstractmethod
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        context: ContextGroup | None = None,
+        **groups: Any,
     ) -> GPT | BERT:  # fmt: skip
         """A new model over a tensor group, or a part of it. Collective.
 
-        overlap: the stream on which the backward communicates. context: the ranks that share sequences.
+        overlap: the stream on which the backward communicates. groups: as `groups` gives them.
         """
+
+    def groups(self, grid: ProcessGrid) -> dict[str, Any]:
+        """The other groups of the model's ranks, by the names of its arguments. Collective over them."""
+        return {"context": self.context_group(grid)}
 
     def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
-        return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], self.context_group(grid))
+        return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], **self.groups(grid))
 
     def cost_shape(self) -> cost.TransformerShape:
         """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
@@ -210,7 +214,8 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
         width = self.hidden_size
         stages = self.pipeline_model_parallel_size
-        weights = cost.parameters(self.model().cost_shape(self.positions, self.task, tensor), tensor) / stages
+        shape = self.model().cost_shape(self.positions, self.task, tensor)
+        weights = cost.parameters(shape, tensor, expert=self.expert_ranks) / stages
         kept = 1 if self.recompute_granularity == "full" else self.num_layers // stages
         shares = self.context_parallel_size * (tensor if self.sequence_parallel else 1)
         inputs = kept * self.micro_batch_size * self.seq_length * width // shares

@@ -33,25 +33,48 @@ LOW = 40
 
 
 def gradient_norm(
-    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = ()
-) -> float:
+    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = (),
+    experts: Communicator | None = None,
+) -> float:  # fmt: skip
     """The Euclidean norm of the whole model's gradient: the same at every TP size, and on every rank.
 
     The squares of split parameters are summed over the tensor group. Replicated parameters, and tied ones, count once.
-    shares: the groups of which each rank has only a share of the gradient: the pipeline group, and with ZeRO-1 the data
-    group. Collective over all groups.
+    shares: the groups of which each rank has only a share of the gradient: the pipeline group, and with ZeRO-1 the
+    ranks that hold the same parameters. experts: the expert group, over which the squares of experts are summed; None
+    if one of ``shares`` has its ranks. Collective over all groups.
     """
-    gradients = [[part for grad in grads for part in summands(grad)] for grads in _by_placement(segments)]
-    device = next((grads[0].device for grads in gradients if grads), torch.device("cpu"))
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    sums = [torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else zero for grads in gradients]
-    squares = torch.stack(sums).cpu()  # both at once: reading a device's tensor waits for the device
+    here, elsewhere = _by_rank(segments, experts)
+    squares = _sums_of_squares(here)
+    if experts is not None and experts.size > 1:
+        of_experts = _sums_of_squares(elsewhere)
+        experts.all_reduce(of_experts)
+        squares += of_experts
     for group in shares:
         group.all_reduce(squares)
     squares[1] += 0.0 * squares[0]  # NaN if a replicated gradient is not finite on this rank; then all ranks get NaN
     sharded = squares[1:]
     tensor.all_reduce(sharded)
     return float(squares.sum().sqrt())
+
+
+def _by_rank(
+    segments: Sequence[GradientSegment], experts: Communicator | None
+) -> tuple[list[GradientSegment], list[GradientSegment]]:
+    """The segments that all ranks of ``experts`` have, and those of which each has others."""
+    apart = experts is not None and experts.size > 1
+    found: tuple[list[GradientSegment], list[GradientSegment]] = ([], [])
+    for segment in segments:
+        found[apart and segment.treatment.expert].append(segment)
+    return found
+
+
+def _sums_of_squares(segments: Sequence[GradientSegment]) -> Tensor:
+    """The sums of squares of replicated and of split parameters: float64 [2], on the host."""
+    gradients = [[part for grad in grads for part in summands(grad)] for grads in _by_placement(segments)]
+    device = next((grads[0].device for grads in gradients if grads), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = [torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else zero for grads in gradients]
+    return torch.stack(sums).cpu()  # both at once: reading a device's tensor waits for the device
 
 
 def _by_placement(segments: Sequence[GradientSegment]) -> tuple[list[Tensor], list[Tensor]]:
@@ -75,8 +98,9 @@ def summands(grad: Tensor) -> Sequence[Tensor]:
 
 
 def exact_gradient_norm(
-    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = ()
-) -> float:
+    segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = (),
+    experts: Communicator | None = None,
+) -> float:  # fmt: skip
     """`gradient_norm` with the same bits at every layout; infinite if it is not finite.
 
     It is an exact sum of integers, which has no order. So shards, shares of ZeRO-1, buckets and threads
@@ -86,19 +110,29 @@ def exact_gradient_norm(
     relative error of the square of a norm over n elements is at most n * 2^-44, and for gradients far smaller: elements
     are seldom that unequal.
     """
-    gradients = _by_placement(segments)
-    largest = _largest(gradients[0] + gradients[1], (tensor, *shares))
+    here, elsewhere = _by_rank(segments, experts)
+    groups = (tensor, *shares, *([] if experts is None else [experts]))
+    largest = _largest([grad for segment in segments if (grad := segment.gradient) is not None], groups)
     if largest == 0 or not math.isfinite(largest):
         return largest
     _, exponent = math.frexp(largest)
-    totals = [_squares(grads, exponent) for grads in gradients]
-    words = torch.tensor([[total >> LOW, total & (1 << LOW) - 1] for total in totals], dtype=torch.int64, device="cpu")
+    words = _words(here, exponent)
+    if experts is not None and experts.size > 1:
+        of_experts = _words(elsewhere, exponent)
+        experts.all_reduce(of_experts)
+        words += of_experts
     for group in shares:
         group.all_reduce(words)
     sharded = words[1].clone()
     tensor.all_reduce(sharded)
     high, low = (words[0] + sharded).tolist()
     return math.ldexp(math.sqrt((high << LOW) + low), exponent - BITS // 2)
+
+
+def _words(segments: Sequence[GradientSegment], exponent: int) -> Tensor:
+    """The sums of `_squares` of replicated and of split parameters, each in two words: int64 [2, 2]."""
+    totals = [_squares(grads, exponent) for grads in _by_placement(segments)]
+    return torch.tensor([[total >> LOW, total & (1 << LOW) - 1] for total in totals], dtype=torch.int64, device="cpu")
 
 
 def _largest(gradients: list[Tensor], groups: Sequence[Communicator]) -> float:

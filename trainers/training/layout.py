@@ -25,28 +25,30 @@ class Treatment:
     section 4.2).
     sharded: the ranks of the tensor group hold different parts. partial: each rank of the tensor group computes only a
     part of the gradient, and the gradient is the sum of the parts. counted: the norm counts it; not the second copy of
-    a tied weight.
+    a tied weight. expert: the ranks of an expert group hold different ones.
     """
 
     decayed: bool
     sharded: bool
     partial: bool
     counted: bool = True
+    expert: bool = False
 
     @classmethod
-    def of(cls, placement: Placement, *, counted: bool = True) -> Treatment:
+    def of(cls, placement: Placement, *, counted: bool = True, expert: bool = False) -> Treatment:
         """The treatment of a parameter with this placement."""
-        return cls(len(placement.shape) > 1, placement.sharded, placement.partial, counted)
+        return cls(len(placement.shape) > 1, placement.sharded, placement.partial, counted, expert)
 
 
 class BucketLayout:
     """Parameters of one dtype that are reduced and updated together, and their places in flat buffers of ``size``.
 
     part: (name, parameter), in the order in which they lie in the buffers. placements: by those names.
-    data: the data group. shard: this rank of the data group keeps, and updates, only its share of masters and moments.
+    data: the ranks that hold the same parameters. shard: each of them keeps, and updates, only its share of masters and
+        moments.
     masters: False: half-precision parameters have no masters, and are treated as others. flat: see below; True makes
-        it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too. counted: as in
-        `Treatment`, of all of them.
+        it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too. counted,
+        expert: as in `Treatment`, of all of them.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.optimizer.FlatParameters`): those in half
@@ -56,11 +58,13 @@ class BucketLayout:
 
     def __init__(
         self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
-        shard: bool, masters: bool = True, flat: bool = False, counted: bool = True,
+        shard: bool, masters: bool = True, flat: bool = False, counted: bool = True, expert: bool = False,
     ) -> None:  # fmt: skip
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
-        self.treatments = {parameter: Treatment.of(placements[name], counted=counted) for name, parameter in part}
+        self.treatments = {
+            parameter: Treatment.of(placements[name], counted=counted, expert=expert) for name, parameter in part
+        }
         self.dtype, self.device = first.dtype, first.device
         self.mixed = masters and first.dtype in HALF_TYPES
         #: the dtype of masters, moments and gradient sums
@@ -160,7 +164,7 @@ def put_back(one: Tensor, place: Tensor, address: int) -> bool:
 
 
 def new_buffer(size: int, dtype: torch.dtype, device: torch.device, data: Communicator) -> Tensor:
-    """A flat buffer of zeros. Collective over the data group ``data``.
+    """A flat buffer of zeros. Collective over ``data``.
 
     On the host it lies in memory that the group shares, so that collectives do not copy what is sent from it.
     """

@@ -38,12 +38,15 @@ class Updated:
 
 
 class PlainParameters:
-    """Parameters in single or double precision that AdamW updates where they are, and their moments."""
+    """Parameters in single or double precision that AdamW updates where they are, and their moments.
+
+    data: the ranks that hold the same parameters.
+    """
 
     kinds = MOMENTS
 
-    def __init__(self, layout: BucketLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: BucketLayout, data: Communicator) -> None:
+        self.layout, self.data = layout, data
         self._of = {
             parameter: Updated(parameter, treatment.decayed, {kind: torch.zeros_like(parameter) for kind in MOMENTS})
             for parameter, treatment in layout.treatments.items()
@@ -51,7 +54,7 @@ class PlainParameters:
         #: what AdamW updates
         self.updated = list(self._of.values())
 
-    def publish(self, stream: Stream | None) -> None:
+    def publish(self) -> None:
         """Do nothing: AdamW has updated the parameters themselves."""
 
     def tensors(self, kind: str, *, wanted: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -67,14 +70,15 @@ class PlainParameters:
 class FlatParameters:
     """Parameters that are views of one buffer [size], and this rank's share of their masters and moments.
 
-    gradient: the reduced gradient of this rank's share (`BucketLayout.mine`). data: the data group.
+    gradient: the reduced gradient of this rank's share (`BucketLayout.mine`). data: the ranks that hold the same
+    parameters. stream: of ``data``, on which the updated parameters are gathered; None for none.
 
     The parameters must have their values already. The masters of half-precision parameters copy them, in fp32; of other
     parameters they are the parameters themselves.
     """
 
-    def __init__(self, layout: BucketLayout, gradient: Tensor, data: Communicator) -> None:
-        self.layout, self.data = layout, data
+    def __init__(self, layout: BucketLayout, gradient: Tensor, data: Communicator, stream: Stream | None) -> None:
+        self.layout, self.data, self._stream = layout, data, stream
         self.kinds = (*MOMENTS, "master") if layout.mixed else MOMENTS
         self.parameters = new_buffer(layout.size, layout.dtype, layout.device, data)
         for parameter in layout.names:
@@ -92,20 +96,19 @@ class FlatParameters:
             moments = {kind: self.state[kind][stretch] for kind in MOMENTS}
             self.updated.append(Updated(values, treatment.decayed, moments))
 
-    def publish(self, stream: Stream | None) -> Work | None:
+    def publish(self) -> Work | None:
         """Cast this rank's masters into the parameters; if sharded, start to gather the parameters of all ranks.
 
-        Collective over the data group if sharded. The gather runs on ``stream`` if there is one. Returns its Work: the
-        parameters are whole when it is done.
+        Collective over ``data`` if sharded. Returns the gather's Work: the parameters are whole when it is done.
         """
         if self.layout.mixed:
             self._mine.copy_(self.state["master"])
-        return self.data.all_gather(self.parameters, self._mine, stream=stream) if self.layout.sharded else None
+        return self.data.all_gather(self.parameters, self._mine, stream=self._stream) if self.layout.sharded else None
 
     def tensors(self, kind: str, *, wanted: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and its whole state ``kind``, in its shape, on rank 0 of the data group; nothing elsewhere.
+        """Each parameter and its whole state ``kind``, in its shape, on rank 0 of ``data``; nothing elsewhere.
 
-        wanted: true on rank 0 only. Collective over the data group if sharded: every rank must exhaust it.
+        wanted: true on rank 0 only. Collective over ``data`` if sharded: every rank must exhaust it.
         """
         whole = self.state[kind]
         if self.layout.sharded and self.data.size > 1:
@@ -137,8 +140,8 @@ class Optimizer:
     and all parameters if the gradients are sharded, become views of flat buffers.
 
     A half-precision parameter is the rounded value of an fp32 master (Micikevicius et al. 2018, section 3.1). If the
-    gradients are sharded, each rank of the data group updates its shard and all ranks gather the whole (ZeRO-1,
-    Rajbhandari et al. 2020, section 5.1). The gather runs on the gradients' stream if there is one; therefore call
+    gradients are sharded, each of the ranks that hold a parameter updates its shard, and all gather the whole (ZeRO-1,
+    Rajbhandari et al. 2020, section 5.1). The gather runs on a bucket's stream if there is one; therefore call
     `wait_for_parameters` before the parameters are read.
 
     updates: the steps done. Learning-rate schedules count these, not the skipped steps.
@@ -148,12 +151,11 @@ class Optimizer:
         self, gradients: GradientBuckets, *, weight_decay: float, betas: tuple[float, float], eps: float
     ) -> None:
         self.updates = 0
-        self._data, self._stream = gradients.data, gradients.stream
         self._named, self._placements = gradients.named, gradients.placements
         self._owners = [
-            FlatParameters(bucket.layout, bucket.reduced, gradients.data)
+            FlatParameters(bucket.layout, bucket.reduced, bucket.data, bucket.stream)
             if bucket.layout.flat
-            else PlainParameters(bucket.layout)
+            else PlainParameters(bucket.layout, bucket.data)
             for bucket in gradients.buckets
         ]
         self._owner_of = {parameter: owner for owner in self._owners for parameter in owner.layout.names}
@@ -161,12 +163,12 @@ class Optimizer:
         self._gathers: list[Work] = []
 
     def step(self, rate: float) -> None:
-        """One update with learning rate ``rate``. Collective over the data group if the gradients are sharded."""
+        """One update with learning rate ``rate``. Collective over the replicas if the gradients are sharded."""
         for owner, adamw in zip(self._owners, self._steps, strict=True):
             for group in adamw.param_groups:
                 group["lr"] = rate
             adamw.step()
-            if (gather := owner.publish(self._stream)) is not None:
+            if (gather := owner.publish()) is not None:
                 self._gathers.append(gather)
         self.updates += 1
 
@@ -177,11 +179,11 @@ class Optimizer:
         self._gathers.clear()
 
     def unsharded(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name, tensor) of the state, named as by `tensors`, that every rank of the data group holds whole.
+        """(Name, tensor) of the state, named as by `tensors`, that every rank with the parameter holds whole.
 
         There is none with ZeRO-1.
         """
-        return self._state(wanted=True, but_sharded=True)
+        return self._state(everywhere=True)
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
@@ -201,20 +203,21 @@ class Optimizer:
         return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Name, tensor) of all state, on rank 0 of the data group; nothing on its other ranks.
+        """(Name, tensor) of all state, on the first of the ranks that hold the parameter; nothing on the others.
 
         The names are exp_avg.NAME, exp_avg_sq.NAME, and master.NAME for half-precision parameters. Each tensor has its
-        parameter's shape. Collective over the data group: every rank must exhaust it.
+        parameter's shape. Collective over these ranks: each must exhaust it.
 
         A sharded bucket is gathered one kind of state at a time. A caller that drops each tensor before it takes the
         next keeps at most two such gathered buffers alive.
         """
-        return self._state(wanted=self._data.rank == 0)
+        return self._state()
 
-    def _state(self, *, wanted: bool, but_sharded: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _state(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The state on the first rank that holds a parameter. everywhere: that which each of them holds whole."""
         for owner in self._owners:
-            for kind in () if but_sharded and owner.layout.sharded else owner.kinds:
-                for parameter, tensor in owner.tensors(kind, wanted=wanted):
+            for kind in () if everywhere and owner.layout.sharded else owner.kinds:
+                for parameter, tensor in owner.tensors(kind, wanted=everywhere or owner.data.rank == 0):
                     yield f"{kind}.{owner.layout.names[parameter]}", tensor
 
     def fill(self, kind: str, name: str, values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""GradientBuckets: gradients in flat buckets, accumulated over microbatches and summed over the data group."""
+"""GradientBuckets: gradients in flat buckets, accumulated over microbatches and summed over the replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator, ProcessGrid, Stream, Work
+from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
+from tplayers.experts.moe import expert_parameters
 
 from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
 from .sample_tree import SampleTree
@@ -35,19 +36,22 @@ class GradientSegment:
 
 
 class GradientBucket:
-    """The gradients of the parameters of ``layout``, which are reduced together. data: the data group.
+    """The gradients of the parameters of ``layout``, which are reduced together, over ``data``.
 
     gradients: a buffer [layout.size] that holds them, in ``layout.state_dtype``, and None if there is none. There is
-    none in single and double precision in a data group of one rank, unless the parameters are flat: nothing is sent,
+    none in single and double precision where ``data`` has one rank, unless the parameters are flat: nothing is sent,
     and the gradients stay where autograd puts them. In half precision ``parameter.grad`` is None after each backward,
     because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it.
 
     run: gradients come from one sample at a time and are added up in a tree, of which this is a leaf's samples
     (`SampleTree`); ``parameter.grad`` then is None after each backward, too. None: they are added one to the other.
+    stream: of ``data``, on which the bucket is reduced; None for none.
     """
 
-    def __init__(self, layout: BucketLayout, data: Communicator, run: int | None = None) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: BucketLayout, data: Communicator, run: int | None = None, stream: Stream | None = None
+    ) -> None:
+        self.layout, self.data, self.stream = layout, data, stream
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
         self.last = False  # the step's last microbatch is under way
@@ -148,19 +152,14 @@ def _incomplete(missing: Sequence[str]) -> RuntimeError:
     return RuntimeError(f"no gradient in the last microbatch's backward for: {', '.join(missing)}")
 
 
-def replicas_of(model: nn.Module, grid: ProcessGrid) -> Communicator:
-    """The ranks over which the losses and gradients of ``model`` are summed: with its context group, or the data group.
-
-    Canonical layers have summed them over the context group, and without such a group the two are the same.
-    """
-    return grid.replicas if getattr(model, "partial_losses", False) else grid.data
-
-
 class GradientBuckets:
-    """The gradients of ``module`` in buckets, summed over the data group. It owns no parameters and no optimizer state.
+    """The gradients of ``module`` in buckets, summed over the replicas. It owns no parameters and no optimizer state.
 
-    data: the data group. Every rank must build it from the same parameters in the same order.
-    overlap: reduce a bucket on a stream of its own as soon as it is complete, while backward goes on.
+    data: the ranks that hold the same parameters, and build it from them in the same order. Experts have a group of
+    their own.
+    experts: the ranks that hold the same experts. It is needed if ``module`` has experts over an expert group
+        (`tplayers.MoE`), else ValueError.
+    overlap: reduce a bucket on a stream of its group as soon as it is complete, while backward goes on.
     bucket_size: the largest number of elements of a bucket, unless one parameter is larger.
     tensor: the tensor group. It is needed if a parameter's placement is ``partial``, else ValueError.
     shard: reduce-scatter instead of all-reduce. This rank then gets the sum of its share of a bucket only (ZeRO-1,
@@ -178,7 +177,8 @@ class GradientBuckets:
     Parameters that require no gradient have no place in a bucket.
 
     A step is: `zero`; for each microbatch a backward, the last backward inside `last_microbatch`; `finish`. The loss is
-    already divided by the global count, so the sum over the group is the gradient: see ``segments``.
+    already divided by the global count, so the sum over the group is the gradient: see ``segments``. An expert's
+    gradient is that of all tokens of its expert group, so its sum is not over these ranks again.
 
     The gradients of a run in fp32 on one data-parallel rank (the README's first run) pass through no buffer: there is
     nothing to send, and a buffer would cost two more passes over memory, to zero it and to add to it. They stay in
@@ -190,9 +190,9 @@ class GradientBuckets:
 
     def __init__(
         self, module: nn.Module, data: Communicator, *, overlap: bool, bucket_size: int,
-        tensor: Communicator | None = None, shard: bool = False, reduce_in_fp32: bool = False, masters: bool = True,
-        op: str = "sum", run: int | None = None, chunk_of: Callable[[str], int] = lambda _: 0,
-        tied: TiedWeight | None = None,
+        experts: Communicator | None = None, tensor: Communicator | None = None, shard: bool = False,
+        reduce_in_fp32: bool = False, masters: bool = True, op: str = "sum", run: int | None = None,
+        chunk_of: Callable[[str], int] = lambda _: 0, tied: TiedWeight | None = None,
     ) -> None:  # fmt: skip
         self.data, self.tensor, self.tied = data, tensor, tied
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
@@ -201,30 +201,48 @@ class GradientBuckets:
         trained = [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
         if tied is not None:  # it is complete last, and no other bucket waits for it
             trained.sort(key=lambda named: named[0] != tied.name)
+        of_experts = expert_parameters(module)
+        if of_experts and experts is None:
+            raise ValueError("the module has experts over an expert group: GradientBuckets needs experts=")
+        groups = dict.fromkeys([data, *([experts] if of_experts and experts is not None else [])])
+        streams = {group: group.new_stream() for group in groups if overlap and group.size > 1}
 
-        def layout(part: list[tuple[str, nn.Parameter]]) -> BucketLayout:
-            counted = tied is None or tied.counted or part[0][0] != tied.name
-            return BucketLayout(
-                part, self.placements, data, shard=shard, masters=masters, flat=run is not None, counted=counted
-            )
+        def new(part: list[tuple[str, nn.Parameter]]) -> GradientBucket:
+            name = part[0][0]
+            counted = tied is None or tied.counted or name != tied.name
+            group = experts if experts is not None and name in of_experts else data
+            layout = BucketLayout(
+                part, self.placements, group, shard=shard, masters=masters, flat=run is not None, counted=counted,
+                expert=name in of_experts,
+            )  # fmt: skip
+            return GradientBucket(layout, group, run, streams.get(group))
 
         def kind(name: str) -> tuple[int, bool]:
             return chunk_of(name), tied is not None and name == tied.name
 
-        self.buckets = [GradientBucket(layout(part), data, run) for part in parts(reversed(trained), bucket_size, kind)]
+        backwards = trained[::-1]
+        found = [
+            part
+            for chosen in (False, True)
+            for part in parts([one for one in backwards if (one[0] in of_experts) == chosen], bucket_size, kind)
+        ]
+        places = {name: number for number, (name, _) in enumerate(backwards)}
+        found.sort(key=lambda part: places[part[-1][0]])  # by the parameter that is complete last
+        self.buckets = [new(part) for part in found]
         self._chunks = [kind(next(iter(bucket.layout.names.values()))) for bucket in self.buckets]
         #: the gradient of the other use of a tied weight, apart from the first; it has no place in an optimizer
         self._twin: GradientBucket | None = None
         if tied is not None and tied.twin is not None:
-            self._twin = GradientBucket(layout([(tied.name, tied.twin)]), data, run)
+            self._twin = new([(tied.name, tied.twin)])
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
         if tensor is None and any(placed.partial for placed in self.placements.values()):
             raise ValueError("a parameter's gradient is partial: GradientBuckets needs tensor=, to sum it over")
-        self.stream: Stream | None = data.new_stream() if overlap and data.size > 1 else None
-        #: for each bucket that was sent: its Work, and the tensor that has the result when the Work is done; None: the
-        #: result is where it belongs
-        self._in_flight: list[tuple[Work, Tensor | None]] = []
+        self._overlap = bool(streams)
+        self._complete = 0  # the buckets, from the first one on, that need not be waited for
+        #: by number, for each bucket that was sent: its Work, and the tensor that has the result when the Work is done;
+        #: None: the result is where it belongs
+        self._in_flight: dict[int, tuple[Work, Tensor | None]] = {}
         bucket_of = {p: bucket for bucket in self._all for p in bucket.layout.names}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))  # type: ignore[no-untyped-call]
@@ -243,9 +261,10 @@ class GradientBuckets:
 
     def drain(self) -> None:
         """Wait for what a step that failed has sent: a buffer in flight must not be written to."""
-        for work, _ in self._in_flight:
+        for work, _ in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
+        self._complete = 0
 
     @contextlib.contextmanager
     def last_microbatch(self, chunk: int = 0) -> Iterator[None]:
@@ -275,9 +294,9 @@ class GradientBuckets:
         return late
 
     def finish(self) -> None:
-        """End a step: every gradient is the sum over the data group, and a partial one over the tensor group too.
+        """End a step: every gradient is the sum over its replicas, and a partial one over the tensor group too.
 
-        Collective over both groups. Raises RuntimeError that names the parameters that got no gradient in the last
+        Collective over these groups. Raises RuntimeError that names the parameters that got no gradient in the last
         microbatch.
         """
         if missing := self._missing():
@@ -285,12 +304,13 @@ class GradientBuckets:
         for index, (bucket, (_, tied)) in enumerate(zip(self.buckets, self._chunks, strict=True)):
             if tied:
                 self._finish_tied(bucket)
-            if self.data.size > 1 and not (tied and bucket.tree is not None):
-                work, received = self._in_flight[index] if index < len(self._in_flight) else self._send(bucket)
+            if bucket.data.size > 1 and not (tied and bucket.tree is not None):
+                work, received = self._in_flight.get(index) or self._send(bucket)
                 work.wait()
                 if received is not None:
                     bucket.reduced.copy_(received)
         self._in_flight.clear()
+        self._complete = 0
         self._sum_partial()
 
     def _finish_tied(self, bucket: GradientBucket) -> None:
@@ -333,10 +353,10 @@ class GradientBuckets:
 
     def _send_complete(self) -> None:
         """With a stream: send each bucket that is complete and next in order."""
-        if self.stream is None:
-            return
-        while (sent := len(self._in_flight)) < len(self.buckets) and self._may_go(sent):
-            self._in_flight.append(self._send(self.buckets[sent]))
+        while self._overlap and self._complete < len(self.buckets) and self._may_go(number := self._complete):
+            if self.buckets[number].data.size > 1:
+                self._in_flight[number] = self._send(self.buckets[number])
+            self._complete += 1
 
     def _may_go(self, number: int) -> bool:
         """Whether bucket ``number`` has all gradients of the step, and needs none of another stage."""
@@ -345,7 +365,7 @@ class GradientBuckets:
         return bucket.last and not bucket.waiting and not tied
 
     def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor | None]:
-        """Start to sum ``bucket`` over the data group. Returns the Work, and the tensor that then has the result.
+        """Start to sum ``bucket`` over its group. Returns the Work, and the tensor that then has the result.
 
         On the host, gradients that are not rounded are summed in their buffer: the ranks of a node then hold one copy
         of a sharded sum together, and no other.
@@ -356,16 +376,16 @@ class GradientBuckets:
         if rounded:
             sent = sent.to(dtype)
         if not self.shard:
-            return self.data.all_reduce(sent, self.op, stream=self.stream), sent if rounded else None
+            return bucket.data.all_reduce(sent, self.op, stream=bucket.stream), sent if rounded else None
         mine = bucket.layout.mine
         received = sent[mine] if sent.is_cpu else sent.new_empty(mine.stop - mine.start)
-        work = self.data.reduce_scatter(received, sent, self.op, stream=self.stream)
+        work = bucket.data.reduce_scatter(received, sent, self.op, stream=bucket.stream)
         return work, received if rounded or not sent.is_cpu else None
 
     def _sum_partial(self) -> None:
         """Sum the partial gradients over the tensor group, in one all-reduce.
 
-        A bucket's segments have the same bounds on all ranks of a tensor group, sharded over the data group or not.
+        A bucket's segments have the same bounds on all ranks of a tensor group, sharded or not.
         """
         if self.tensor is not None:
             gradients = (segment.gradient for segment in self.segments if segment.treatment.partial)

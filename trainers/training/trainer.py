@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
+from commengine.grid import AXES
 from tplayers import ModelPart, Randomness, RouterLosses, StageInput, whole_placements
 from trainers.config import TrainConfig, bucket_size, overlapped
 from trainers.pipeline.schedule import Schedule, activations_like
 
 from .clipping import clip, exact_gradient_norm, gradient_norm
+from .holders import replicas_of
 from .interfaces import BatchSource, Microbatch, Objective
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
-from .reduction import GradientBuckets, replicas_of
+from .reduction import GradientBuckets
 from .sample_tree import run_length, tree_of_samples
 from .tied import tied_weight
 
@@ -59,7 +61,7 @@ class Trainer:
 
     config: valid for the world's size (`TrainConfig.validate`).
     grid: the groups. The trainer closes it with `close`. In a context group all ranks have the same batches, and
-        ``model`` has the group (`tplayers.ContextGroup`).
+        ``model`` has the group (`tplayers.ContextGroup`). With an expert group, ``model`` has it, too (`tplayers.MoE`).
     model: its parameters have their initial values. They are in the dtype that ``config.bf16`` and ``config.fp16`` name
         (`precision.parameter_dtype`), and either placed by a layer of tplayers over ``grid.tensor``, or equal on all
         ranks. In a pipeline it is this stage's part (`tplayers.ModelPart`), and the batches have ``tokens``. The
@@ -73,8 +75,11 @@ class Trainer:
         self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
-        if getattr(model, "context", None) is None:  # its ranks would each count all losses and gradients
-            grid.require_axes("Trainer of a model without a context group", "tensor", "data", "pipeline")
+        # Without these groups their ranks would each count all losses, or have gradients of nobody else's experts.
+        for axis, group in (("context", "context"), ("expert", "expert_group")):
+            if getattr(model, group, None) is None:
+                others = (one for one in (*AXES, "expert") if one != axis)
+                grid.require_axes(f"Trainer of a model without its {axis} group", *others)
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)
@@ -88,7 +93,8 @@ class Trainer:
         self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         self.gradients = GradientBuckets(
-            model, self.replicas, tensor=grid.tensor, overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
+            model, self.replicas, experts=grid.expert_replicas, tensor=grid.tensor,
+            overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
             bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, self.replicas.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
@@ -127,7 +133,8 @@ class Trainer:
             group.all_reduce(losses)
         norm_of = gradient_norm if self.run is None else exact_gradient_norm
         shares = [self.grid.pipeline, *([replicas] if self.gradients.shard else [])]
-        norm = norm_of(self.gradients.segments, self.grid.tensor, shares) / self.loss_scale
+        experts = None if self.gradients.shard else self.grid.expert
+        norm = norm_of(self.gradients.segments, self.grid.tensor, shares, experts) / self.loss_scale
         rate = self._rate(self.optimizer.updates)
         of_terms = dict(zip(self.objective.names, losses.tolist(), strict=False))
         of_routers = dict(zip(RouterLosses.names, losses[len(of_terms) :].tolist(), strict=False))

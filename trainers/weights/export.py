@@ -18,9 +18,10 @@ import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, BERTConfig, GPTConfig, first_copies, whole_placements
+from tplayers import GPT, BERTConfig, GPTConfig, whole_placements
 from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import disk, folder_lock, parallel_safetensors, run_folder
+from trainers.training.holders import held_first
 
 from .configurations import CONFIG, TaskHead, read_keys, written_configuration
 from .hugging_face import hugging_face_tensors
@@ -170,21 +171,21 @@ def export(
     head: of a fine-tuned BERT. may_replace: called on rank 0 before ``folder`` gets its new content; it raises
     UsageError if the present one must stay. None: ``folder`` is the caller's own.
 
-    The ranks of the first data-parallel replica write. Raises UsageError, on all ranks, if the model is of no shape
-    that transformers has, or if any rank cannot write.
+    The ranks that are the first to hold a parameter (`held_first`) write. Raises UsageError, on all ranks, if the model
+    is of no shape that transformers has, or if any rank cannot write.
     """
     world, config = grid.world, model.config
     on_every_rank(world, lambda: _told(folder, lambda: require_exportable(config)))
     with working_folder(world, folder, lambda work: _told(folder, work)) as own:
-        beside, values = own / NEW, first_copies(model)
-        dtype = next(iter(values.values())).dtype
+        beside, named = own / NEW, dict(model.named_parameters())
+        values, dtype = held_first(model, grid, named), next(iter(named.values())).dtype
         pieces = list(_pieces(model, None if head is None else head.ours))
         described = {piece.name: (dtype, piece.placement) for piece, _ in pieces}
         problem: OSError | None = None
-        if grid.replicas.rank == 0:
+        if grid.expert_replicas.rank == 0:
             here = ((piece, values[ours].detach()) for piece, ours in pieces if ours in values)
             parts = ((piece.name, piece.of(one).contiguous()) for piece, one in here)
-            first = grid.pipeline.rank == 0
+            first = grid.replicas.rank == grid.pipeline.rank == 0
             with disk.RangeWriter(beside / SAFETENSORS) as file:
                 for start, data in parallel_safetensors.ranges(
                     described, parts, grid.tensor, metadata=METADATA, header=first

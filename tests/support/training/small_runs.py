@@ -102,6 +102,8 @@ def trainer(
     method: of the context group. canonical_parts: of each sequence.
     """
     part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
+    if grid.expert.size > 1:
+        options["expert_group"] = grid.expert
     if grid.context.size > 1:
         options["context"] = ContextGroup(grid.context, method, causal=kind in DECODERS)
     model = made(kind, grid.tensor, dtype=dtype, part=part, num_layers=layers, **options)

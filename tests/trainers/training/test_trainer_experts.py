@@ -19,11 +19,14 @@ SHARED = {
     "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True, "moe_router_pre_softmax": True,
     "qk_layernorm": True,
 }  # fmt: skip
-#: sizes of the tensor, context and pipeline groups; the data group has the rest
+#: sizes of the tensor, context and pipeline groups, and of the expert groups; the data group has the rest
 LAYOUTS = {
-    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)],
-    4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 1, 1), (1, 1, 2)],
-}
+    2: [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 2)],
+    4: [
+        (2, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1), (2, 1, 1, 1), (1, 1, 2, 1),
+        (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 1, 2),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [{}, SHARED], ids=["chosen", "shared"])
@@ -36,13 +39,16 @@ def test_steps_in_float64(mpi_world, itself, method, more):
         assert list(step.router_losses) == ["load_balancing_loss", "z_loss"] and min(step.router_losses.values()) > 0
         assert step.loss == sum(step.losses.values())
     with Communicator(mpi_world) as world:
-        for number, (tensor, context, pipeline) in enumerate(LAYOUTS[world.size]):
+        for number, (tensor, context, pipeline, expert) in enumerate(LAYOUTS[world.size]):
             sharded = number % 2 == 1
-            config = replace(small_runs.CONFIG, use_distributed_optimizer=sharded, sequence_parallel=tensor > 1)
-            grid = ProcessGrid(world, tensor=tensor, context=context, pipeline=pipeline)
+            config = replace(
+                small_runs.CONFIG, use_distributed_optimizer=sharded, sequence_parallel=tensor > 1,
+                overlap_grad_reduce=number % 3 == 1,
+            )  # fmt: skip
+            grid = ProcessGrid(world, tensor=tensor, context=context, pipeline=pipeline, expert=expert)
             layout = {"sequence_parallel": tensor > 1, "recompute": "full" if sharded else None}
             trainer = small_runs.trainer("llama", grid, config=config, method=method, **options, **layout)
-            small_runs.require_steps(trainer, truth, f"{tensor=} {context=} {pipeline=} {sharded=}")
+            small_runs.require_steps(trainer, truth, f"{tensor=} {context=} {pipeline=} {expert=} {sharded=}")
             trainer.close()
 
 
