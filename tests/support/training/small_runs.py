@@ -102,7 +102,7 @@ def trainer(
     method: of the context group. canonical_parts: of each sequence.
     """
     part = parts(layers, grid.pipeline.size, chunks)[grid.pipeline.rank]
-    if grid.expert.size > 1:
+    if grid.expert.size > 1 and "num_experts" in options:
         options["expert_group"] = grid.expert
     if grid.context.size > 1:
         options["context"] = ContextGroup(grid.context, method, causal=kind in DECODERS)

@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commengine import Communicator, ProcessGrid
+from commengine import CollectiveError, Communicator, ProcessGrid, UsageError, cost
 from tests.support.training import small_runs
+from trainers.checks.replicas import difference
+from trainers.run.evaluation import evaluate
+from trainers.training.reduction import GradientBuckets
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(600)]
 
@@ -61,3 +64,87 @@ def test_losses_in_float32(mpi_world, itself):
         for _ in range(20):
             assert trainer.step().loss == pytest.approx(whole.step().loss, rel=1e-5)
         trainer.close()
+
+
+def expert_trainer(world, *, config=small_runs.CONFIG, expert=2, **options):
+    grid = ProcessGrid(world, expert=expert)
+    return small_runs.trainer("llama", grid, config=config, layers=LAYERS, **EXPERTS, **options)
+
+
+def test_a_flipped_bit_of_an_expert_is_found_among_those_who_hold_it(mpi_world):
+    with Communicator(mpi_world) as world:
+        made = expert_trainer(world)
+        for _ in range(2):
+            made.step()
+        assert difference(made) is None
+        name, parameter = next((n, p) for n, p in made.model.named_parameters() if ".experts." in n)
+        holders = made.grid.expert_replicas
+        if world.rank == world.size - 1:
+            parameter.detach().view(-1).view(torch.int64)[1] ^= 1 << 5
+        found = difference(made)
+        if world.size == 2 or world.rank % 2 == 0:
+            assert found is None and holders.size == world.size // 2  # the other expert's ranks are equal
+        else:
+            assert found is not None and found.startswith(f"{name} ") and "rank 1 and rank 3" in found
+        made.close()
+
+
+def test_a_batch_that_one_rank_cannot_use_ends_an_evaluation_on_all(mpi_world):
+    """The others would wait for its tokens."""
+
+    class Unusable(small_runs.Batches):
+        unusable = "a token that is none"
+
+        def __len__(self):
+            return 3
+
+        def __call__(self, k):
+            for number, batch in enumerate(super().__call__(k)):
+                yield replace(batch, usable=not (k == number == 1 and self.data.rank == self.data.size - 1))
+
+    with Communicator(mpi_world) as world:
+        made = expert_trainer(world, expert=world.size)
+        batches = Unusable("llama", made.grid.data, micro=1)
+        arguments = (made.model, small_runs.Losses("llama"), batches, made.grid)
+        assert evaluate(*arguments, iterations=1)["loss"].items > 0
+        passed = []
+        with pytest.raises(UsageError, match="a token that is none"):
+            evaluate(*arguments, iterations=3, between=lambda: passed.append(world.barrier()))
+        assert len(passed) == 3
+        made.close()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_bytes_of_a_ranks_experts_are_the_formulas(mpi_world, sharded, half):
+    """Parameters, gradients and AdamW's state, counted, to 2%."""
+    with Communicator(mpi_world) as world:
+        config = replace(small_runs.CONFIG, use_distributed_optimizer=sharded, bf16=half, ddp_bucket_size=100_000)
+        wide = EXPERTS | {"moe_ffn_hidden_size": 512}
+        made = small_runs.trainer(
+            "llama", ProcessGrid(world, expert=2), config=config, layers=LAYERS,
+            dtype=torch.bfloat16 if half else torch.float32, **wide,
+        )  # fmt: skip
+        made.step()
+        shape = made.model.config.cost_shape(small_runs.S, "gpt", 1)
+        kept = cost.KeptTensors(element_bytes=2 if half else 4, zero1=sharded)
+        planned = cost.training_bytes(shape, 2, 1, world.size, kept, expert=2)
+        counted = {True: 0.0, False: 0.0}
+        for bucket, owner in zip(made.gradients.buckets, made.optimizer._owners, strict=True):
+            held = [*bucket.layout.names, *([bucket.gradients] if bucket.gradients is not None else [])]
+            held += [p.grad for p in bucket.layout.names if bucket.gradients is None]
+            held += [moment for one in owner.updated for moment in one.moments.values()]
+            held += [one.values for one in owner.updated] if half else []
+            counted[bucket.segments[0].treatment.expert] += sum(one.numel() * one.element_size() for one in held)
+        assert planned["experts and their optimizer"] == pytest.approx(counted[True], rel=0.02)
+        assert planned["parameters and optimizer"] == pytest.approx(counted[False], rel=0.15)  # small, and padded
+        made.close()
+
+
+def test_a_grid_with_expert_groups_needs_a_model_with_them(mpi_world):
+    with Communicator(mpi_world) as world, ProcessGrid(world, expert=2) as grid:
+        with pytest.raises(CollectiveError, match=r"without its expert group knows the axes .* has expert, too"):
+            small_runs.trainer("llama", grid, layers=1)
+        made = small_runs.made("llama", grid.tensor, num_layers=1, expert_group=grid.expert, **EXPERTS)
+        with pytest.raises(ValueError, match="experts over an expert group: GradientBuckets needs experts="):
+            GradientBuckets(made, grid.data, overlap=False, bucket_size=100)
