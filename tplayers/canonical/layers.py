@@ -18,6 +18,7 @@ from tplayers.context.group import ContextGroup
 from tplayers.context.ulysses import rows_for_shards, shards_for_rows
 from tplayers.cross_entropy import Arithmetic, cross_entropy_of_shards
 from tplayers.embedding import VocabParallelEmbedding, looked_up
+from tplayers.experts.moe import MoE
 from tplayers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from tplayers.mlp import GELUS, MLP, SwiGLU
 from tplayers.models.bert import BERTEncoder, MaskedTokenHead
@@ -29,6 +30,7 @@ from tplayers.regions import communicates, gather_from_tensor_parallel_region, s
 from tplayers.rng import Randomness, dropout_mask
 
 from . import norms, pointwise
+from .experts import CanonicalMoE, make_twins
 from .products import ColumnWeight, columns, replicated, rows
 from .shards import CanonicalShards, stacked, tree_sum, unstacked
 
@@ -71,6 +73,8 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts
             continue
         if isinstance(module, SelfAttention) and module.qk_norm is not None:
             raise ValueError(f"{name}: norms of queries and keys (qk_layernorm) exclude canonical shards")
+        if isinstance(module, MoE) and shards.parts > 1:
+            raise ValueError(f"{name}: experts exclude canonical parts: each computes all rows of a sample at once")
         sizes = _SIZES.get(kind, lambda module: {})(module)
         if (wrong := {of: size for of, size in sizes.items() if size % count}) != {}:
             said = ", ".join(f"{of}={size}" for of, size in wrong.items())
@@ -85,6 +89,9 @@ def use_canonical_shards(model: nn.Module, comm: Communicator, count: int, parts
     if shards.parts > 1 and isinstance(table := getattr(model, "position_embedding", None), Tensor):
         table.register_hook(shards.of_all_rows)  # type: ignore[no-untyped-call]
     without_partial_gradients(model)
+    for module in model.modules():
+        if isinstance(module, CanonicalMoE):
+            make_twins(module)
 
 
 #: the modules of a BERT that follow its last layer
@@ -356,7 +363,7 @@ class _BERT(_Transformer, BERTEncoder):
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: _Columns, RowParallelLinear: _Rows, ReplicatedLinear: _Replicated,
     VocabParallelEmbedding: _Embedding, LayerNorm: _LayerNorm, RMSNorm: _RMSNorm, MLP: _MLP, SwiGLU: _SwiGLU,
-    SelfAttention: _SelfAttention, MaskedTokenHead: _MaskedTokenHead, BERTEncoder: _BERT,
+    MoE: CanonicalMoE, SelfAttention: _SelfAttention, MaskedTokenHead: _MaskedTokenHead, BERTEncoder: _BERT,
     Transformer: _Transformer,
 }  # fmt: skip
 

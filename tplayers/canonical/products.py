@@ -109,7 +109,7 @@ def rows(x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards
     return _Rows.apply(x, shards, split, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def replicated(x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards, *, split: bool) -> Tensor:
+def replicated(x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards, *, split: bool) -> Tensor:
     """X A^T + b with a whole weight, in blocks of rows of x [s, b, in], because each rank may have some of the rows.
 
     split: x is this rank's rows of the sequence. The gradients of weight and bias are then summed over the ranks.
@@ -170,7 +170,7 @@ class _Rows(torch.autograd.Function):
         comm = ctx.comm = shards.comm
         ctx.split = split and comm.size > 1
         own, *shape, _ = x.shape
-        y = tree_sum(_products(x.view(own, -1, x.shape[-1]), _of_shards(weight, own))).view(*shape, -1)
+        y = tree_sum(_products(x.view(own, -1, x.shape[-1]), _of_shards(weight, own))).view(*shape, weight.shape[0])
         y, _ = reduced_rows(y, comm, ctx.split)
         return y if bias is None else finished(y.add_(bias))
 
@@ -199,7 +199,9 @@ class _Rows(torch.autograd.Function):
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, shards: CanonicalShards, split: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shards: CanonicalShards, split: bool
+    ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.shards, ctx.split = shards, split
@@ -218,10 +220,10 @@ class _Replicated(torch.autograd.Function):
         ]
         grad_x = torch.cat([mine @ weight for mine, _ in pairs]).view(x.shape)
         grad_weight = tree_sum(mine.t() @ rows_ for mine, rows_ in pairs)
-        grad_bias = tree_sum(mine.sum(dim=0) for mine, _ in pairs)
+        grad_bias = tree_sum(mine.sum(dim=0) for mine, _ in pairs) if ctx.needs_input_grad[2] else None
         if split and shards.comm.size > 1:
             grad_weight, _ = all_reduced(grad_weight, shards.comm)
-            grad_bias, _ = all_reduced(grad_bias, shards.comm)
+            grad_bias = None if grad_bias is None else all_reduced(grad_bias, shards.comm)[0]
         return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -142,21 +142,25 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             raise NotImplementedError("a mixture of experts does not compile: the rows of an expert depend on the data")
-        s, b, h = x.shape
-        routing = route(
-            x.reshape(s * b, h), self.router, self.options.router_topk, pre_softmax=self.options.router_pre_softmax
-        )
-        y = self._of_experts(x, routing)
+        y = self._of_experts(x)
         if self.shared_expert is not None:
             more: Tensor = self.shared_expert(x)
             if self.options.shared_expert_gate:
-                more = F.linear(x, self.shared_gate).sigmoid() * more
+                more = self._gate(x) * more
             y = y + more
         return y
 
-    def _of_experts(self, x: Tensor, routing: Routing) -> Tensor:
+    def _gate(self, x: Tensor) -> Tensor:
+        """The factor [..., 1] of the shared expert's result."""
+        return F.linear(x, self.shared_gate).sigmoid()
+
+    def _route(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> Routing:
+        k, before = self.options.router_topk, self.options.router_pre_softmax
+        return route(x, self.router, k, pre_softmax=before, product=product)
+
+    def _of_experts(self, x: Tensor) -> Tensor:
         """The sum of the results of each token's k experts, of x [s, b, h] or this rank's shard of it."""
-        (s, b, h), k = x.shape, self.options.router_topk
+        (s, b, _), k, routing = x.shape, self.options.router_topk, self._route(x)
         weights = routing.weights if self.losses is None else self.losses.attach(routing, s, b, self.shared)
         weights, experts = (one.view(s, b, k) for one in (weights, routing.experts))
         if self.sequence_parallel:
@@ -164,37 +168,43 @@ class MoE(nn.Module):
             experts, _ = all_gathered(experts.contiguous(), self.comm)
         else:
             x, weights = (copy_to_tensor_parallel_region(one, self.comm) for one in (x, weights))
-        s = x.shape[0]
-        dispatch = Dispatch.of(experts.view(s * b, k), s, b, self.options.num_experts)
-        self.counts = dispatch.counts
-        rows = self._through_experts(dispatch.rows(x.reshape(s * b, h)), dispatch.counts)
-        y = dispatch.combined(rows, weights.reshape(s * b, k)).view(x.shape)
+        y = self._combined(x, experts, weights)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.comm)
         return reduce_from_tensor_parallel_region(y, self.comm)
 
+    def _combined(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The sums over the k results of each row of x [s, b, h]. experts, weights: [s, b, k]."""
+        (s, b, h), k = x.shape, self.options.router_topk
+        dispatch = Dispatch.of(experts.reshape(s * b, k), s, b, self.options.num_experts)
+        self.counts = dispatch.counts
+        rows = self._through_experts(dispatch.rows(x.reshape(s * b, h)), dispatch.counts)
+        return dispatch.combined(rows, weights.reshape(s * b, k)).view(x.shape)
+
     def _through_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's summands of the results of rows that are in the order of their experts."""
-        group, compute = self.expert_group, [self._part(number) for number in self.numbers]
+        """The results of rows that are in the order of their experts, or this rank's summands of them."""
+        group = self.expert_group
         if group is None:
-            pieces = torch.split(rows, list(counts))
-            return torch.cat([part(piece) for part, piece in zip(compute, pieces, strict=True)])
+            return torch.cat(self._results(torch.split(rows, list(counts))))
         coming = exchanged_counts(counts, group)
         each = len(self.numbers)
         sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(group.size)]
         received = [sum(of) for of in coming]
         pieces = torch.split(exchanged_rows(rows, group, sent, received), [count for of in coming for count in of])
-        # The rows come by rank, and those of a rank by expert.
-        found: list[Tensor] = [rows] * len(pieces)
-        for number, part in enumerate(compute):
-            of_expert = pieces[number::each]
-            found[number::each] = torch.split(part(torch.cat(of_expert)), [len(piece) for piece in of_expert])
-        return exchanged_rows(torch.cat(found), group, received, sent)
+        return exchanged_rows(torch.cat(self._results(pieces)), group, received, sent)
 
-    def _part(self, number: int) -> Callable[[Tensor], Tensor]:
-        expert = self.experts[number]
-        assert isinstance(expert, MLP | SwiGLU)
-        return expert.part
+    def _results(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """The results of rows that come from each rank of the expert group for each of this rank's experts.
+
+        They are in the order of the ranks, and those of a rank in the order of the experts.
+        """
+        found, each = list(pieces), len(self.numbers)
+        for place, number in enumerate(self.numbers):
+            expert, rows = self.experts[number], found[place::each]
+            assert isinstance(expert, MLP | SwiGLU)
+            result = expert.part(rows[0] if len(rows) == 1 else torch.cat(rows))
+            found[place::each] = torch.split(result, [len(one) for one in rows])
+        return found
 
 
 def expert_parameters(module: nn.Module) -> frozenset[str]:

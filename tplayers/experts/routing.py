@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,22 @@ class Routing:
         return self.logits.shape[1]
 
 
-def route(x: Tensor, weight: Tensor, k: int, *, pre_softmax: bool = False) -> Routing:
-    """Route each row of x [n, h] to the ``k`` experts with the largest logits ``x weight^T``; weight: [E, h].
+def route(
+    x: Tensor, weight: Tensor, k: int, *, pre_softmax: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> Routing:  # fmt: skip
+    """Route each row of x [..., h] to the ``k`` experts with the largest logits ``x weight^T``; weight: [E, h].
 
     The weights are the softmax of these k logits, which add up to 1 (Jiang et al. 2024, arXiv 2401.04088, section 2.1).
     pre_softmax: they are the probabilities among all E experts instead, which add up to less (Fedus et al. 2022, arXiv
     2101.03961, equation 2). With k = 1 the others would be 1, and the router would get no gradient.
+    product: of both arguments, [..., E], for these or for other rows.
 
     Also under ``torch.autocast`` it computes in float32 at least: in lower precision near ties go the other way.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        logits = F.linear(x.to(dtype), weight.to(dtype))
+        logits = product(x.to(dtype), weight.to(dtype)).flatten(0, -2)
         probabilities = logits.softmax(dim=-1)
         if pre_softmax:
             weights, experts = probabilities.topk(k, dim=-1)

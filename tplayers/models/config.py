@@ -185,6 +185,15 @@ class TransformerConfig:
         heads, groups = self.num_attention_heads, self.query_groups
         return split_heads(tensor, heads, groups, self.head_size, pad=self.pad_attention_heads)
 
+    @property
+    def ffn_widths(self) -> dict[str, int]:
+        """The widths of the feed-forward blocks, or of the experts, that a layer has, by the names of the fields."""
+        if self.num_experts is None:
+            return {"ffn_hidden_size": self.ffn_size}
+        own, shared = self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size
+        found = {"ffn_hidden_size": self.ffn_size} if own is None else {"moe_ffn_hidden_size": own}
+        return found if shared is None else {**found, "moe_shared_expert_intermediate_size": shared}
+
     def require_parallel(self, tensor: int, *, ranks: int | None = None) -> None:
         """Raise ValueError, with the sizes that would work, unless the model splits over ``tensor`` ranks.
 
@@ -195,16 +204,10 @@ class TransformerConfig:
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}"
             )
         pad, heads = self.pad_attention_heads, {"num_attention_heads": self.num_attention_heads}
-        widths = {"ffn_hidden_size": self.ffn_size}
-        if self.num_experts is not None:
-            own = self.moe_ffn_hidden_size
-            widths = widths if own is None else {"moe_ffn_hidden_size": own}
-            if self.moe_shared_expert_intermediate_size is not None:
-                widths["moe_shared_expert_intermediate_size"] = self.moe_shared_expert_intermediate_size
         if self.kv_channels is None:
             heads["hidden_size"] = self.hidden_size  # that of all heads together
         require_divisible(
-            tensor, **({} if pad else heads), **widths,
+            tensor, **({} if pad else heads), **self.ffn_widths,
             padded_vocab_size=self.padded_vocab_size, **({} if ranks is None else {"ranks": ranks}),
         )  # fmt: skip
         self.head_split(tensor)

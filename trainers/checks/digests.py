@@ -17,7 +17,6 @@ from torch import Tensor
 from commengine.rank_zero import gather_json
 from tplayers import Placement, whole_placements
 from tplayers.rng import generator
-from trainers.training.holders import held_first
 from trainers.training.trainer import Step, Trainer
 
 #: the end of the names of digests in metrics.jsonl
@@ -63,14 +62,15 @@ def layout(trainer: Trainer) -> dict[str, int]:
 
 
 def weights_digest(trainer: Trainer) -> int:
-    """The digest of all parameters, on the first stage of the first replica; 0 elsewhere.
+    """The digest of all parameters, on the first stage and the first rank of an expert group; 0 elsewhere.
 
     Collective over the trainer's tensor, expert and pipeline groups.
     """
     model, grid = trainer.model, trainer.grid
     placed = whole_placements(model)
-    mine = held_first(model, grid, dict(model.named_parameters()))
-    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in mine.items()}
+    second = getattr(model, "second_copy", None)
+    mine = ((name, parameter.detach()) for name, parameter in model.named_parameters() if name != second)
+    sums = {name: tensor_sum(one, placed[name]) for name, one in mine}
     split = torch.tensor([number if placed[name].sharded else 0 for name, number in sums.items()])
     grid.tensor.all_reduce(split)
     found = {

@@ -106,7 +106,11 @@ class GPTTrainConfig(TransformerTrainConfig, ExpertsConfig):
         if self.num_experts is not None:
             experts = given(self, "num_experts")
             require(self.disable_bias_linear, f"{experts}: needs --disable-bias-linear, as experts have no biases")
-            require(not self.deterministic, f"--deterministic: excludes {experts}")
+            require(
+                not self.deterministic or self.canonical_parts == 1,
+                f"{experts}: excludes --deterministic with a --context-parallel-size or --deterministic-parts above 1, "
+                "because an expert computes all rows of a sample at once",
+            )
         require(not (self.deterministic and self.qk_layernorm), "--deterministic: excludes --qk-layernorm")
         low, high = given(self, "rope_low_freq_factor"), given(self, "rope_high_freq_factor")
         require(self.rope_low_freq_factor < self.rope_high_freq_factor, f"{low}: must be below {high}")

@@ -102,7 +102,7 @@ class SameBitsConfig(TrainConfig):
             return
         sizes = {
             f"--num-attention-heads {model.num_attention_heads}": model.num_attention_heads,
-            f"--ffn-hidden-size {model.ffn_size}": model.ffn_size,
+            **{f"{flag_of(name)} {width}": width for name, width in model.ffn_widths.items()},
             f"--num-query-groups {model.query_groups}": model.query_groups,
             f"the padded vocabulary of {model.padded_vocab_size}": model.padded_vocab_size,
         }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream, Work
 from tplayers import all_reduce_together, placements
+from tplayers.canonical.shards import tree_sum
 from tplayers.experts.moe import expert_parameters
 
 from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
@@ -173,6 +176,8 @@ class GradientBuckets:
         leaves of ``run`` samples (`SampleTree`). Needs ``reduce_in_fp32``. None: they are added one to the other.
     chunk_of: the number of a parameter's chunk, by its name. Chunks get their last gradients at different times.
     tied: a weight of which autograd does not have the whole gradient, or not in one sum.
+    twins: by a parameter's name, others of which the gradients are summed apart and then added to its own, in a tree.
+        With ``run`` only.
 
     Parameters that require no gradient have no place in a bucket.
 
@@ -193,6 +198,7 @@ class GradientBuckets:
         experts: Communicator | None = None, tensor: Communicator | None = None, shard: bool = False,
         reduce_in_fp32: bool = False, masters: bool = True, op: str = "sum", run: int | None = None,
         chunk_of: Callable[[str], int] = lambda _: 0, tied: TiedWeight | None = None,
+        twins: Mapping[str, Sequence[nn.Parameter]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.data, self.tensor, self.tied = data, tensor, tied
         self.shard, self.reduce_in_fp32, self.op = shard, reduce_in_fp32, op
@@ -234,6 +240,12 @@ class GradientBuckets:
         self._twin: GradientBucket | None = None
         if tied is not None and tied.twin is not None:
             self._twin = new([(tied.name, tied.twin)])
+        #: the gradients of twins, apart
+        self._of_twins: dict[GradientBucket, list[GradientBucket]] = {}
+        for bucket in self.buckets:
+            names = list(bucket.layout.names.values())
+            others = zip(*(twins.get(name, ()) for name in names), strict=True)
+            self._of_twins[bucket] = [new(list(zip(names, part, strict=True))) for part in others]
         #: the gradients after `finish`, of this rank's shares if sharded; in the order of the module's parameters
         self.segments = [segment for bucket in reversed(self.buckets) for segment in reversed(bucket.segments)]
         if tensor is None and any(placed.partial for placed in self.placements.values()):
@@ -251,7 +263,8 @@ class GradientBuckets:
 
     @property
     def _all(self) -> list[GradientBucket]:
-        return self.buckets if self._twin is None else [*self.buckets, self._twin]
+        of_tied = [] if self._twin is None else [self._twin]
+        return [*self.buckets, *of_tied, *itertools.chain(*self._of_twins.values())]
 
     def zero(self) -> None:
         """Start a step: all gradients are 0."""
@@ -271,6 +284,7 @@ class GradientBuckets:
         """A block around the last backward of a step through ``chunk``. With ``overlap``, it sends gradients."""
         mine = [bucket for bucket, (of, _) in zip(self.buckets, self._chunks, strict=True) if of == chunk]
         mine += [] if self._twin is None else [self._twin]
+        mine += [twin for bucket in mine for twin in self._of_twins.get(bucket, ())]
         for bucket in mine:
             bucket.begin_sample(last=True)
         try:
@@ -302,6 +316,8 @@ class GradientBuckets:
         if missing := self._missing():
             raise _incomplete(missing)
         for index, (bucket, (_, tied)) in enumerate(zip(self.buckets, self._chunks, strict=True)):
+            if index >= self._complete:
+                self._add_twins(bucket)
             if tied:
                 self._finish_tied(bucket)
             if bucket.data.size > 1 and not (tied and bucket.tree is not None):
@@ -312,6 +328,11 @@ class GradientBuckets:
         self._in_flight.clear()
         self._complete = 0
         self._sum_partial()
+
+    def _add_twins(self, bucket: GradientBucket) -> None:
+        """Add the gradients of the twins of its parameters to those of ``bucket``."""
+        if twins := self._of_twins[bucket]:
+            tree_sum(one.gradients for one in (bucket, *twins) if one.gradients is not None)
 
     def _finish_tied(self, bucket: GradientBucket) -> None:
         """Add the gradient of the tied weight's other use to that of ``bucket``. With a tree, sum both over the data.
@@ -354,6 +375,7 @@ class GradientBuckets:
     def _send_complete(self) -> None:
         """With a stream: send each bucket that is complete and next in order."""
         while self._overlap and self._complete < len(self.buckets) and self._may_go(number := self._complete):
+            self._add_twins(self.buckets[number])
             if self.buckets[number].data.size > 1:
                 self._in_flight[number] = self._send(self.buckets[number])
             self._complete += 1
@@ -362,7 +384,7 @@ class GradientBuckets:
         """Whether bucket ``number`` has all gradients of the step, and needs none of another stage."""
         _, tied = self._chunks[number]
         bucket = self.buckets[number]
-        return bucket.last and not bucket.waiting and not tied
+        return not tied and all(one.last and not one.waiting for one in (bucket, *self._of_twins[bucket]))
 
     def _send(self, bucket: GradientBucket) -> tuple[Work, Tensor | None]:
         """Start to sum ``bucket`` over its group. Returns the Work, and the tensor that then has the result.

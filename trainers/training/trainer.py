@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from commengine import ProcessGrid, UsageError
 from commengine.grid import AXES
 from tplayers import ModelPart, Randomness, RouterLosses, StageInput, whole_placements
+from tplayers.canonical.experts import twins_of
 from trainers.config import TrainConfig, bucket_size, overlapped
 from trainers.pipeline.schedule import Schedule, activations_like
 
@@ -92,13 +93,14 @@ class Trainer:
         part: ModelPart | None = getattr(model, "part", None)
         self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
+        twins = twins_of(model)
         self.gradients = GradientBuckets(
             model, self.replicas, experts=grid.expert_replicas, tensor=grid.tensor,
             overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
             bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, self.replicas.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
-            chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied,
+            chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied, twins=twins,
         )  # fmt: skip
         self.optimizer = Optimizer(
             self.gradients, weight_decay=config.weight_decay, betas=(config.adam_beta1, config.adam_beta2),
@@ -106,6 +108,9 @@ class Trainer:
         )  # fmt: skip
         if self.tied is not None:
             self.tied.follow(self.gradients.named[self.tied.name])
+        for name, of_parameter in twins.items():
+            for twin in of_parameter:  # the optimizer may have moved the parameter
+                twin.data = self.gradients.named[name].data
         self.scaler = _loss_scaler(config) if config.fp16 else None
         self.iteration = 0
 
@@ -203,7 +208,8 @@ class Trainer:
         sums = torch.zeros(len(router.names), dtype=torch.float64, device="cpu")
         if of_routers:
             sums = torch.stack(of_routers).double().sum(dim=0).cpu()
-        if self.config.sequence_parallel:  # each rank of the tensor group has a part of each sequence
+        # Each rank of the tensor group has a part of each sequence; canonical layers route all of it on each rank.
+        if self.config.sequence_parallel and self.run is None:
             self.grid.tensor.all_reduce(sums)
         return torch.cat((losses, sums / samples))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commengine import Communicator
-from commengine.rank_zero import broadcast_json
+from commengine.rank_zero import broadcast_json, gather_json
 from tplayers import placements
 from trainers.checkpoints import run_state
 from trainers.checks.digests import tensor_sum, weights_digest
@@ -49,7 +49,13 @@ LLAMA: dict[str, Any] = {
     "add_qkv_bias": True, "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 64,
 }  # fmt: skip
 
-MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "bert": {}, "llama": LLAMA}
+#: the Llama family with experts, some of which get no token of a sample
+EXPERTS: dict[str, Any] = {
+    **LLAMA, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True,
+}  # fmt: skip
+
+MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "bert": {}, "llama": LLAMA, "experts": EXPERTS}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
 
@@ -124,7 +130,8 @@ def _at_layout(
             while trainer.iteration < steps:
                 step = trainer.step()
                 trainer.optimizer.wait_for_parameters()
-                digests["steps"].append([step.loss.hex(), step.norm.hex(), step.skipped, weights_digest(trainer)])
+                of_weights = broadcast_json(trainer.grid.expert, weights_digest(trainer))
+                digests["steps"].append([step.loss.hex(), step.norm.hex(), step.skipped, of_weights])
                 if save is not None and trainer.iteration == save[1]:
                     run_state.CheckpointSaver(trainer).start(background=False)
             digests |= _of_tensors(trainer)
@@ -148,18 +155,18 @@ def _trainer(config: Any, world: Communicator) -> Trainer:
 
 
 def _of_tensors(trainer: Trainer) -> dict[str, int]:
-    """The digests of the parameters, masters and moments, on rank 0 of the data group. Collective over the world."""
+    """The digests of the parameters, masters and moments, on rank 0. Collective over the world."""
     placed, found = placements(trainer.model), {}
     state = ((f"parameter.{name}", tensor) for name, tensor in trainer.model.named_parameters())
     for name, tensor in [*state, *trainer.optimizer.tensors()]:
-        if trainer.grid.data.rank:
+        if trainer.grid.expert_replicas.rank:
             continue
         placement = placed[name.partition(".")[2]]
         total = torch.tensor([tensor_sum(tensor.detach(), placement)])
         if placement.sharded:
             trainer.grid.tensor.all_reduce(total)
         found[name] = int(total)
-    return found
+    return {name: number for part in gather_json(trainer.grid.expert, found) for name, number in part.items()}
 
 
 def unlike(one: Digests, other: Digests) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.small_models import KINDS, LLAMA, arguments, made, total
-from tplayers import GPT, RowParallelLinear, placements, use_canonical_shards
+from tplayers import GPT, ExpertOptions, MoE, RowParallelLinear, placements, use_canonical_shards
 from tplayers.canonical.layers import ARITHMETIC
 from tplayers.cross_entropy import cross_entropy_of_shards
 
@@ -15,6 +15,10 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
 #: sizes that four divides
 SIZES = {"num_query_groups": 4, "kv_channels": 8}
+EXPERTS = {
+    "num_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 4,
+    "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1,
+}  # fmt: skip
 
 #: the positions, and the columns of a shard, of the cross-entropies
 S, WIDTH = 9, 12
@@ -22,13 +26,22 @@ S, WIDTH = 9, 12
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "experts"])
 def test_models_have_the_same_losses_and_gradients(shards, alone, kind, dtype, sequence_parallel):
     """As the model alone has; which has the losses of the ordinary model but for rounding."""
-    options = {"make_vocab_size_divisible_by": 16} | (LLAMA | SIZES if kind == "llama" else {})
+    options = {"make_vocab_size_divisible_by": 16} | (LLAMA | SIZES if kind in ("llama", "experts") else {})
+    options |= EXPERTS if kind == "experts" else {}
+    kind = "llama" if kind == "experts" else kind
+
+    def new(*args, **more):
+        model = made(*args, **more)
+        if model.router_losses is not None:
+            model.router_losses.scale = 0.5
+        return model
+
     found = []
     for group in (alone, shards):
-        model = made(kind, group.comm, dtype=dtype, sequence_parallel=sequence_parallel, **options)
+        model = new(kind, group.comm, dtype=dtype, sequence_parallel=sequence_parallel, **options)
         use_canonical_shards(model, group.comm, 4)
         by_columns = [one.weight for one in model.modules() if isinstance(one, RowParallelLinear)]
         assert by_columns and all(weight.t().is_contiguous() for weight in by_columns)
@@ -42,7 +55,7 @@ def test_models_have_the_same_losses_and_gradients(shards, alone, kind, dtype, s
     assert torch.equal(loss, right)
     for name, (gradient, placement) in gradients.items():
         assert torch.equal(gradient, placement.part(wholes[name][0])), name
-    plain = made(kind, alone.comm, dtype=dtype, **options)
+    plain = new(kind, alone.comm, dtype=dtype, **options)
     positional, named = arguments(kind)
     expected = total(plain(*positional, **named))
     expected.backward()
@@ -60,6 +73,9 @@ def test_layers_that_cannot(shards):
         use_canonical_shards(RowParallelLinear(6, 4, shards.comm), shards.comm, 4)
     with pytest.raises(ValueError, match="0: Linear cannot compute in canonical shards"):
         use_canonical_shards(torch.nn.Sequential(torch.nn.Linear(8, 8)), shards.comm, 4)
+    experts = MoE(8, ExpertOptions(2, 1, 8), shards.comm)
+    with pytest.raises(ValueError, match="experts exclude canonical parts"):
+        use_canonical_shards(torch.nn.Sequential(experts), shards.comm, 4, parts=2)
 
 
 def test_the_layers_themselves_know_nothing_of_it(alone):

@@ -42,8 +42,12 @@ def checked(ranks=1, **settings):
         (1, {"num_experts": 4, "moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
         (1, {"num_experts": 4, "compile": True}, "--compile: excludes --num-experts 4"),
         (
-            1, {"num_experts": 4, "deterministic": True, "global_batch_size": 4},
-            "--deterministic: excludes --num-experts 4",
+            2, {"num_experts": 4, "deterministic": True, "global_batch_size": 4, "context_parallel_size": 2},
+            "--num-experts 4: excludes --deterministic with a --context-parallel-size",
+        ),
+        (
+            1, {"num_experts": 4, "deterministic": True, "global_batch_size": 4, "moe_ffn_hidden_size": 6},
+            "--moe-ffn-hidden-size 6: is not a multiple of --deterministic-shards 4",
         ),
         (
             2, {"num_experts": 4, "moe_ffn_hidden_size": 15, "tensor_model_parallel_size": 2},

@@ -185,7 +185,7 @@ def test_buckets_are_reduced_before_backward_has_ended(world):
 
     def wait_for_the_others(_):
         deadline = time.monotonic() + 30
-        while not all(work.done() for work, _ in gradients._in_flight):
+        while not all(work.done() for work, _ in gradients._in_flight.values()):
             assert time.monotonic() < deadline, "not reduced while backward runs"
 
     module.layers[0].weight.register_hook(wait_for_the_others)

@@ -71,6 +71,19 @@ SHARED = [
     ("bert", "fp32", RunLayout(1, 1, {"context_parallel_size": 4}), {"deterministic_parts": 4}),
     ("bert", "fp32", RunLayout(2, 1, CP2), PARTS | {"bert_no_binary_head": True}),
 ]
+#: experts, which each of the ranks has, or which ranks share
+EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
+EXPERTS = [
+    ("experts", "fp32", RunLayout(1, 2, EP2), {}),
+    ("experts", "bf16", RunLayout(2, 1, {"sequence_parallel": True}), {}),
+    ("experts", "fp16", RunLayout(1, 2, {**EP2, "use_distributed_optimizer": True, "overlap_grad_reduce": True}), {}),
+    ("experts", "bf16", RunLayout(1, 2, {**EP2, "recompute_granularity": "full", "ddp_bucket_size": 700}), {}),
+    ("experts", "fp32", RunLayout(1, 4, {**EP4, "overlap_grad_reduce": True}), {}),
+    ("experts", "bf16", RunLayout(1, 4, {**EP2, "use_distributed_optimizer": True}), {}),
+    ("experts", "fp32", RunLayout(2, 2, {**EP2, "sequence_parallel": True, "recompute_granularity": "full"}), {}),
+    ("experts", "fp32", RunLayout(4, 1, {"use_distributed_optimizer": True}), {"moe_router_pre_softmax": True}),
+    ("experts", "fp32", RunLayout(1, 2), {"num_experts": 3, "moe_router_topk": 3, "swiglu": False}),
+]
 MORE_UNUSUAL = [("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT), ("bert", "bf16", RunLayout(4, 1), LONG)]
 #: gradients and activations that go through shared memory
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 4000, "global_batch_size": 4}
@@ -107,7 +120,7 @@ def test_layouts(mpi_world, model, precision, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "layout", "settings"),
-    on_its_ranks(UNUSUAL + SHARED) + on_its_ranks(MORE_UNUSUAL, pytest.mark.long),
+    on_its_ranks(UNUSUAL + SHARED + EXPERTS) + on_its_ranks(MORE_UNUSUAL, pytest.mark.long),
     ids=str,
 )
 def test_unusual_settings(mpi_world, model, precision, layout, settings):
@@ -143,31 +156,37 @@ def folder(mpi_world):
 @pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
-    ("first", "second", "settings"),
+    ("model", "first", "second", "settings"),
     [
-        (RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True}), {}),
-        (RunLayout(1, 1, CP2), RunLayout(1, 2, {"use_distributed_optimizer": True}), PARTS),
-        (RunLayout(2, 1), RunLayout(1, 1, CP2), PARTS),
+        ("gpt", RunLayout(1, 2), RunLayout(2, 1, {"sequence_parallel": True}), {}),
+        ("gpt", RunLayout(1, 1, CP2), RunLayout(1, 2, {"use_distributed_optimizer": True}), PARTS),
+        ("gpt", RunLayout(2, 1), RunLayout(1, 1, CP2), PARTS),
+        ("experts", RunLayout(1, 2, EP2), RunLayout(2, 1), {}),
+        ("experts", RunLayout(1, 2), RunLayout(1, 2, {**EP2, "use_distributed_optimizer": True}), {}),
     ],
     ids=str,
 )
-def test_a_run_is_resumed_at_another_layout(mpi_world, folder, first, second, settings):
+def test_a_run_is_resumed_at_another_layout(mpi_world, folder, model, first, second, settings):
     """After the first of two steps, in the middle of an epoch. A second step at the first layout is lost."""
     if mpi_world.size != 2:
         pytest.skip("for 2 ranks")
-    found = run(mpi_world, "gpt", second, resumed=(first, 1, folder), **SMALL | settings)
-    assert unlike(alone("gpt", "fp32", settings), found) == []
+    found = run(mpi_world, model, second, resumed=(first, 1, folder), **SMALL | settings)
+    assert unlike(alone(model, "fp32", settings), found) == []
 
 
 @pytest.mark.slow
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("layout", [RunLayout(2, 1), RunLayout(1, 2)], ids=str)
-def test_without_the_option_the_bits_differ(mpi_world, layout):
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("gpt", RunLayout(2, 1)), ("gpt", RunLayout(1, 2)), ("experts", RunLayout(1, 2, EP2))],
+    ids=str,
+)
+def test_without_the_option_the_bits_differ(mpi_world, model, layout):
     """The control: the comparison finds the differences of ordinary runs."""
     from mpi4py import MPI
 
     if mpi_world.size != layout.ranks:
         pytest.skip(f"for {layout.ranks} ranks")
-    expected = run(MPI.COMM_SELF, "gpt", ALONE, deterministic=False, **SMALL)
-    found = run(mpi_world, "gpt", layout, deterministic=False, **SMALL)
+    expected = run(MPI.COMM_SELF, model, ALONE, deterministic=False, **SMALL)
+    found = run(mpi_world, model, layout, deterministic=False, **SMALL)
     assert len(unlike(expected, found)) > 20
