@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from commengine import Communicator
 from tplayers.functions import one_derivative
 
 from .routing import Routing
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the layers add in a block of `RouterLosses.collected`, one after the other.
+
+    losses: of each layer both, [2], with their coefficients, if one of these is not 0: sums over the sequences, of this
+    rank's tokens. tokens: the rows of each expert that come from this rank's tokens.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    tokens: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class RouterLosses:
@@ -36,7 +49,7 @@ class RouterLosses:
     def __init__(self, balance: float = 0.0, z: float = 0.0) -> None:
         self.balance, self.z = balance, z
         self.scale = 0.0
-        self._collected: list[Tensor] | None = None
+        self._collected: Collected | None = None
 
     @contextlib.contextmanager
     def counted(self, scale: float) -> Iterator[None]:
@@ -48,16 +61,18 @@ class RouterLosses:
             self.scale = before
 
     @contextlib.contextmanager
-    def collected(self) -> Iterator[list[Tensor]]:
-        """A block in which each layer appends its two losses, [2], to the list, with their coefficients.
-
-        They are sums over the sequences, of this rank's tokens. A recomputation outside of the block appends nothing.
-        """
-        before, self._collected = self._collected, []
+    def collected(self) -> Iterator[Collected]:
+        """A block in which each layer adds its losses and its tokens. A recomputation outside of it adds nothing."""
+        before, self._collected = self._collected, Collected()
         try:
             yield self._collected
         finally:
             self._collected = before
+
+    def count(self, tokens: tuple[int, ...]) -> None:
+        """Tell the block of `collected`, if there is one, the rows of each expert of a layer."""
+        if self._collected is not None:
+            self._collected.tokens.append(tokens)
 
     def attach(self, routing: Routing, positions: int, b: int, shared: Sequence[Communicator]) -> Tensor:
         """The weights of ``routing``. A backward through them adds the gradients of this layer's losses.
@@ -72,7 +87,7 @@ class RouterLosses:
         parts = [one(routing, positions, b, shared).sum() for one in (balance_losses, z_losses)]
         terms = torch.stack([part * factor for part, factor in zip(parts, coefficients, strict=True)])
         if self._collected is not None:
-            self._collected.append(terms.detach())
+            self._collected.losses.append(terms.detach())
         if self.scale == 0 or not torch.is_grad_enabled():
             return routing.weights
         weights: Tensor = _Attached.apply(routing.weights, terms.sum(), self.scale)  # type: ignore[no-untyped-call]

@@ -178,6 +178,8 @@ class MoE(nn.Module):
         (s, b, h), k = x.shape, self.options.router_topk
         dispatch = Dispatch.of(experts.reshape(s * b, k), s, b, self.options.num_experts)
         self.counts = dispatch.counts
+        if self.losses is not None:
+            self.losses.count(dispatch.counts)
         rows = self._through_experts(dispatch.rows(x.reshape(s * b, h)), dispatch.counts)
         return dispatch.combined(rows, weights.reshape(s * b, k)).view(x.shape)
 

@@ -18,6 +18,7 @@ from trainers.options import make_writable
 from trainers.training.trainer import Trainer, require_compiler
 
 from .evaluation import Evaluation, evaluate_sources, total
+from .experts import ExpertWatch
 from .exports import Exports, require_possible
 from .metrics import AT_STOP, Metrics, StepFile
 from .report import Course, communication_rows, is_written, report
@@ -134,6 +135,7 @@ class _Run:
         self.folder = Path(self.config.save) if self.config.save else None
         self.checks = InRunChecks(self.trainer, self.folder, metrics.say)
         self.course = Course()
+        self.experts = ExpertWatch(metrics.say)
         self.goes_on, self.go_on = goes_on, go_on
         asked, device = self.config.log_communication_interval, self.trainer.grid.world.device
         self.traced_interval = traced_interval(asked, device, self.config.train_iters)
@@ -191,6 +193,9 @@ class _Run:
         losses = {**step.losses, **step.router_losses}
         row = {"iteration": iteration, **losses, "grad_norm": None if step.skipped else step.norm}
         if iteration % config.log_interval == 0 or iteration == config.train_iters:
+            with log.paused():
+                tokens = trainer.take_expert_tokens()
+            row |= {} if tokens is None else self.experts.row(iteration, tokens)
             row |= {"learning_rate": step.rate, "tokens_per_second": speed, "iteration_ms": 1e3 * seconds}
             row |= {"loss_scale": trainer.loss_scale, "skipped": trainer.skipped} if config.fp16 else {}
             self.metrics.log(row | checked | found)
@@ -302,7 +307,7 @@ class _Run:
             # A line of its own at the bar.
             self.metrics.say(_stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
             return TEMPORARY
-        report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication)
+        report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication, self.experts.tokens)
         return 0
 
 

@@ -17,6 +17,7 @@ from trainers.data.batches import GlobalBatches
 from trainers.training.trainer import Step, Trainer
 
 from .evaluation import Evaluation, total
+from .experts import Tokens, draw, expert_lines
 from .metrics import Metrics, as_json
 from .task import Remarks, TrainingTask
 
@@ -49,7 +50,8 @@ class Report(Remarks):
     term, which for GPT is all of it. tokens_per_second: of the median step. communication: of rank 0 in the traced
     steps (`communication_rows`; ``--log-communication-interval``). step_seconds: of all steps together. traced_seconds:
     of the ``traced_steps``. loss_scale: of an fp16 run. sources: for each data set of a blend its name, weight, samples
-    and epochs read, and held-out loss; empty for one data set.
+    and epochs read, and held-out loss; empty for one data set. expert_tokens: [layer][expert], how many tokens had the
+    expert in the last interval of the metrics; empty without experts.
     """
 
     iteration: int
@@ -71,6 +73,7 @@ class Report(Remarks):
     loss_scale: float | None = None
     skipped_steps: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
+    expert_tokens: Tokens = ()
 
     def text(self, unit: str) -> str:
         """The report for people. unit: of the losses, such as "nats/token"."""
@@ -101,6 +104,8 @@ class Report(Remarks):
         lines.append(f"throughput                {self.tokens_per_second:8,.0f} tokens/s (median step)")
         if self.sources:
             lines += ["", *self._sources()]
+        if self.expert_tokens:
+            lines += ["", *expert_lines(self.expert_tokens)]
         lines += ["", self._communication_heading(), *self._communication(), ""]
         if self.sample:
             both = [self.sample_prompt, self.sample] if self.completes else [f"[{self.sample_prompt}]{self.sample}"]
@@ -145,13 +150,15 @@ class Report(Remarks):
         values |= {name: as_json(value) for name, value in self.measures.items()}
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
+        if self.expert_tokens:
+            draw(folder / "experts.png", rows, self.expert_tokens)
         # Last and at once: if report.json is there, the report is complete.
         disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def report(
     task: TrainingTask, metrics: Metrics, folder: Path | None, course: Course, evaluated: Evaluation | None,
-    communication: list[dict[str, Any]],
+    communication: list[dict[str, Any]], expert_tokens: Tokens = (),
 ) -> None:  # fmt: skip
     """Print the report, and write it into ``folder``. Collective over the trainer's world; rank 0 prints and writes.
 
@@ -191,6 +198,7 @@ def report(
         loss_scale=trainer.loss_scale if trainer.config.fp16 else None,
         skipped_steps=trainer.skipped,
         sources=_sources(trainer, evaluated),
+        expert_tokens=expert_tokens,
     )
 
     def publish() -> None:
@@ -199,7 +207,8 @@ def report(
         print("\n" + made.text(unit), flush=True)
         if folder is not None:
             made.save(folder, metrics.rows, trainer.objective.names, unit)
-            print(f"written to {folder}: report.json, report.txt, loss.png, metrics.jsonl, checkpoints", flush=True)
+            pictures = "loss.png, experts.png" if made.expert_tokens else "loss.png"
+            print(f"written to {folder}: report.json, report.txt, {pictures}, metrics.jsonl, checkpoints", flush=True)
 
     on_rank_zero(trainer.grid.world, publish)
 

@@ -28,6 +28,7 @@ from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
 from .reduction import GradientBuckets
+from .routers import Routers
 from .sample_tree import run_length, tree_of_samples
 from .tied import tied_weight
 
@@ -84,8 +85,7 @@ class Trainer:
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)
-        #: of a model with experts
-        self.router_losses: RouterLosses | None = getattr(model, "router_losses", None)
+        self.routers = Routers.of(model)
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
@@ -174,8 +174,7 @@ class Trainer:
         """
         self.gradients.zero()
         shares: list[Tensor] = []  # on the device, and read once a step: reading one waits for the whole forward
-        of_routers: list[Tensor] = []  # likewise
-        router, samples = self.router_losses, self.batches.size
+        routers, samples = self.routers, self.batches.size
 
         def forward(number: int, at: StageInput | None) -> Tensor:
             batch = microbatches[number]
@@ -189,29 +188,25 @@ class Trainer:
                 total = means[0] if len(means) == 1 else torch.stack(means).sum()
                 return total if self.scaler is None else total * self.scaler.scale
 
-            if router is None:
+            with contextlib.nullcontext() if routers is None else routers.watched(0 if at is None else at.chunk):
                 return self.schedule.call(self.forward, at, loss)
-            with router.collected() as found:
-                result = self.schedule.call(self.forward, at, loss)
-            of_routers.extend(found)
-            return result
 
         like = activations_like(self.model, microbatches)
-        with contextlib.nullcontext() if router is None else router.counted(self.loss_scale / samples):
+        with contextlib.nullcontext() if routers is None else routers.counted(self.loss_scale / samples):
             self.schedule.run(len(microbatches), forward, like, self.gradients.last_microbatch)
         self.gradients.finish()
         losses = torch.zeros(len(counts), dtype=torch.float64, device="cpu")
         if shares:
             losses = tree_of_samples(shares, self.run or len(shares)).cpu()
-        if router is None:
+        if routers is None:
             return losses
-        sums = torch.zeros(len(router.names), dtype=torch.float64, device="cpu")
-        if of_routers:
-            sums = torch.stack(of_routers).double().sum(dim=0).cpu()
         # Each rank of the tensor group has a part of each sequence; canonical layers route all of it on each rank.
-        if self.config.sequence_parallel and self.run is None:
-            self.grid.tensor.all_reduce(sums)
-        return torch.cat((losses, sums / samples))
+        parts = self.grid.tensor if self.config.sequence_parallel and self.run is None else None
+        return torch.cat((losses, routers.means(samples, parts)))
+
+    def take_expert_tokens(self) -> list[list[int]] | None:
+        """[layer][expert]: how many tokens of the steps since the last call had each expert; None without experts."""
+        return None if self.routers is None else self.routers.take_tokens((self.replicas, self.grid.pipeline))
 
     def _overflowed(self, norm: float) -> bool:
         """Whether an fp16 gradient is not finite on any rank of the world. False in other precisions."""

@@ -48,8 +48,8 @@ def test_a_backward_through_the_weights_has_their_gradient(scale):
     terms = 0.3 * balance_losses(routing, 3, 2).sum(), 0.1 * z_losses(routing, 3, 2).sum()
     (of_losses,) = torch.autograd.grad(sum(terms), logits)
     torch.testing.assert_close(found, alone + scale * of_losses)
-    assert len(collected) == 1 and not collected[0].requires_grad
-    torch.testing.assert_close(collected[0], torch.stack(terms).detach())
+    assert len(collected.losses) == 1 and not collected.losses[0].requires_grad
+    torch.testing.assert_close(collected.losses[0], torch.stack(terms).detach())
 
 
 def test_no_coefficients_cost_nothing():
@@ -67,7 +67,7 @@ def test_blocks_give_back_what_was_there_before_them():
             raise KeyError
         assert losses.scale == 2.0
         losses.attach(routing, 3, 2, [])
-    assert (len(outer), len(inner), losses.scale) == (1, 1, 0.0)
+    assert (len(outer.losses), len(inner.losses), losses.scale) == (1, 1, 0.0)
     assert losses.attach(routing, 3, 2, []) is routing.weights
 
 

@@ -121,7 +121,8 @@ def test_results_and_gradients_are_those_of_the_formula(world, alone, name):
             case = f"{tensor=} {split=} experts={grid.data.size} {preference}"
             close(y, of_all[me][0][mine], case)
             close(x.grad, expected[me].grad[mine] if batches[me] else x, case)
-            (terms,) = collected
+            (terms,) = collected.losses
+            assert collected.tokens == [moe.counts]
             if split:
                 grid.tensor.all_reduce(terms)
             close(terms.sum(), of_all[me][1], case)
