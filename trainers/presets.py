@@ -1,4 +1,4 @@
-"""The models of the paper by name: their sizes, and the recipe of their training (Shoeybi et al. 2019)."""
+"""Models by name: those of the paper with their recipe (Shoeybi et al. 2019), and published mixtures of experts."""
 
 from __future__ import annotations
 
@@ -112,6 +112,36 @@ _TABLE = (
 #: by name
 PRESETS = {preset.name: preset for preset in _TABLE}
 
+#: settings that all of the mixtures have: the Llama family without dropout
+_DECODER: dict[str, Any] = {
+    "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_base": 1e6,
+    "group_query_attention": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 128,
+}  # fmt: skip
+_MIXTRAL = _DECODER | {"vocab_size": 32000, "num_query_groups": 8, "num_experts": 8, "moe_router_topk": 2}
+_QWEN = _DECODER | {"vocab_size": 151936, "norm_epsilon": 1e-6}
+#: published mixtures of experts by name: the shape alone, because their recipes are not published in full
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": _MIXTRAL | {
+        "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336,
+        "max_position_embeddings": 32768,
+    },
+    "mixtral-8x22b": _MIXTRAL | {
+        "num_layers": 56, "hidden_size": 6144, "num_attention_heads": 48, "ffn_hidden_size": 16384,
+        "max_position_embeddings": 65536,
+    },
+    "qwen1.5-moe-a2.7b": _QWEN | {
+        "num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 16, "add_qkv_bias": True,
+        "max_position_embeddings": 8192, "num_experts": 60, "moe_router_topk": 4, "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True, "moe_router_pre_softmax": True,
+    },
+    "qwen3-30b-a3b": _QWEN | {
+        "num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128,
+        "qk_layernorm": True, "max_position_embeddings": 40960, "num_experts": 128, "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 768,
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class FinetuningRecipe:
@@ -183,10 +213,13 @@ def finetuning_table() -> Iterator[str]:
 def find(name: str, task: str | None = None) -> Preset:
     """The preset of this name. Raises UsageError if there is none, or none of ``task`` where that is given."""
     of_task = [one.name for one in _TABLE if task in (None, one.task)]
+    more = list(MIXTURES) if task == "gpt" else []
     if name in of_task:
         return PRESETS[name]
     other = f"is a model of pretrain_{PRESETS[name].task}; " if name in PRESETS else ""
-    raise UsageError(f"--preset {name}: {other}valid here: {', '.join(of_task)}, or {LIST}, which prints the table")
+    raise UsageError(
+        f"--preset {name}: {other}valid here: {', '.join(of_task + more)}, or {LIST}, which prints the table"
+    )
 
 
 def settings(name: str, task: str) -> dict[str, Any]:
@@ -194,6 +227,8 @@ def settings(name: str, task: str) -> dict[str, Any]:
 
     ``list`` prints the table and raises SystemExit. Raises UsageError for a name that the command does not have.
     """
+    if task == "gpt" and name in MIXTURES:
+        return dict(MIXTURES[name])
     return _find_or_list(name, task, table).settings()
 
 
@@ -226,3 +261,12 @@ def table() -> Iterator[str]:
         "GPT: 300,000 steps, warm-up 3,000, cosine decay to 1e-5. BERT: 2,000,000 steps, warm-up 10,000, linear decay. "
         "All: dropout 0.1, weight decay 0.01, gradient norm clipped at 1, --recompute-granularity full."
     )
+    yield ""
+    yield "| mixture of experts | layers | hidden | heads | experts | of a token | width of an expert |"
+    yield f"|---|{'---:|' * 6}"
+    for name, one in MIXTURES.items():
+        width = one.get("moe_ffn_hidden_size") or one["ffn_hidden_size"]
+        cells = [name, *(one[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "num_experts"))]
+        yield f"| {' | '.join(map(str, [*cells, one['moe_router_topk'], width]))} |"
+    yield ""
+    yield "These set the shape alone, as published; batch, rate and steps are the command's defaults."

@@ -141,6 +141,28 @@ def test_ranks_that_do_not_divide_are_told_what_does(argv, ranks, message):
         config.validate(ranks)
 
 
+#: all parameters and those of a token: Jiang et al. 2024 and the model cards; Mixtral's from its published weights
+MIXTURES = {
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248), "mixtral-8x22b": (140_620_634_112, 39_152_031_744),
+    "qwen1.5-moe-a2.7b": (14_315_784_192, 2.69e9), "qwen3-30b-a3b": (30_532_122_624, 3.35e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", presets.MIXTURES)
+def test_a_mixture_of_experts_has_the_published_counts(name):
+    config = parse(GPTTrainConfig, ["--preset", name, "--mock-data", "--seq-length", "512"], "pretrain_gpt")
+    config.validate(8)
+    with torch.device("meta"):
+        model = GPT(config.model(), SimpleNamespace(size=1, rank=0))
+    every, active = MIXTURES[name]
+    shape = config.cost_shape()
+    assert sum(parameter.numel() for parameter in model.parameters()) == every == cost.parameters(shape)
+    assert cost.active_parameters(shape) == pytest.approx(active, rel=0.002)
+    assert "bert" not in presets.settings(name, "gpt")
+    with pytest.raises(UsageError, match=f"--preset {name}: valid here: bert-336m"):
+        parse(BERTTrainConfig, ["--preset", name], "pretrain_bert")
+
+
 def test_flags_make_a_preset_fit_other_ranks():
     argv = ["--mock-data", "--preset", "gpt-8.3b", "--tensor-model-parallel-size", "2", "--global-batch-size", "6"]
     parse(GPTTrainConfig, argv, "pretrain_gpt").validate(6)
@@ -183,6 +205,8 @@ def test_the_command_prints_the_list_refuses_and_trains(pretrain):
     rows = {line.split("|")[1].strip(): line for line in listed.out[0].splitlines() if line.startswith("| ")}
     for name, preset in PRESETS.items():
         assert f"| {preset.parameters:,} | {preset.published} | {preset.tensor} |" in rows[name]
+    for name, one in presets.MIXTURES.items():
+        assert f"| {one['num_layers']} | {one['hidden_size']} | {one['num_attention_heads']} |" in rows[name]
     assert set(refused.codes) == {2} and "size 4: does not divide the 2 ranks" in "".join(refused.err)
     assert trained.codes == [0, 0] and "tensor 2" in trained.out[0]
 
