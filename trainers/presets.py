@@ -213,13 +213,11 @@ def finetuning_table() -> Iterator[str]:
 def find(name: str, task: str | None = None) -> Preset:
     """The preset of this name. Raises UsageError if there is none, or none of ``task`` where that is given."""
     of_task = [one.name for one in _TABLE if task in (None, one.task)]
-    more = list(MIXTURES) if task == "gpt" else []
     if name in of_task:
         return PRESETS[name]
     other = f"is a model of pretrain_{PRESETS[name].task}; " if name in PRESETS else ""
-    raise UsageError(
-        f"--preset {name}: {other}valid here: {', '.join(of_task + more)}, or {LIST}, which prints the table"
-    )
+    valid = ", ".join([*of_task, *(MIXTURES if task == "gpt" else ())])
+    raise UsageError(f"--preset {name}: {other}valid here: {valid}, or {LIST}, which prints the table")
 
 
 def settings(name: str, task: str) -> dict[str, Any]:
@@ -264,9 +262,9 @@ def table() -> Iterator[str]:
     yield ""
     yield "| mixture of experts | layers | hidden | heads | experts | of a token | width of an expert |"
     yield f"|---|{'---:|' * 6}"
-    for name, one in MIXTURES.items():
-        width = one.get("moe_ffn_hidden_size") or one["ffn_hidden_size"]
-        cells = [name, *(one[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "num_experts"))]
-        yield f"| {' | '.join(map(str, [*cells, one['moe_router_topk'], width]))} |"
+    for name, shape in MIXTURES.items():
+        width = shape.get("moe_ffn_hidden_size") or shape["ffn_hidden_size"]
+        keys = ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "moe_router_topk")
+        yield f"| {' | '.join(map(str, [name, *(shape[key] for key in keys), width]))} |"
     yield ""
     yield "These set the shape alone, as published; batch, rate and steps are the command's defaults."
