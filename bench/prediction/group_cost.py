@@ -71,6 +71,24 @@ def context_communication(
     return total
 
 
+def expert_communication(
+    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, only: str = ""
+) -> float:
+    """The seconds of a micro-batch in which a device of the stage waits for its expert group. only: of this phase."""
+    # The ranks lie as a data group's would: a tensor and a context group apart.
+    node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data // layout.expert
+    place = place_of("data", layout.tensor * layout.context, layout.expert, node, others)
+    run = cost.expert_collectives(
+        replace(shape, layers=stage.layers, seq=shape.seq // layout.context), layout.micro_batch, layout.expert,
+        element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
+    )  # fmt: skip
+    return sum(
+        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
+        for one in run
+        if only in ("", one.phase)
+    )
+
+
 def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[float]:
     """The seconds of a message from each stage to the next, or back; the last one's next is the first.
 
@@ -109,24 +127,30 @@ def tied_embedding(shape: TransformerShape, layout: Layout, cluster: Cluster) ->
 
 
 def data_communication(
-    owned: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
+    owned: float, apart: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
 ) -> tuple[float, float]:
-    """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward."""
+    """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward.
+
+    owned: the parameters of a rank that all replicas have. apart: those of its experts.
+    """
     if layout.replicas == 1:
         return 0.0, 0.0
-    place = place_of("data", layout.tensor, layout.replicas, cluster.machine.ranks_per_node, layout.pipeline)
-    size = cluster.device.element_bytes
-    run = cost.data_parallel_collectives(
-        owned, layout.replicas, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
-    )
-    times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run]
-    copies = 0.0
+    node, size, first, total = cluster.machine.ranks_per_node, cluster.device.element_bytes, 0.0, 0.0
+    for count, apart_by in ((owned, 1), (apart, layout.expert)):
+        ranks = layout.replicas // apart_by
+        place = place_of("data", layout.tensor * apart_by, ranks, node, layout.pipeline)
+        run = (
+            cost.data_parallel_collectives(count, ranks, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1)
+            if count
+            else []
+        )
+        times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run]
+        first, total = first + sum(times[:1]), total + sum(times)
     if not cluster.overlap:  # copied into one flat tensor, divided, and copied back
-        copies = slow * memory_seconds(cluster.device, 6 * size * owned)
-        return sum(times) + copies, 0.0
+        return total + slow * memory_seconds(cluster.device, 6 * size * (owned + apart)), 0.0
     # The first layer's gradients are complete last, and no backward is left to hide their share.
-    hidden = min(times[0] * (1 - 1 / layers), under_backward)
-    return sum(times) - hidden, hidden
+    hidden = min(first * (1 - 1 / layers), under_backward)
+    return total - hidden, hidden
 
 
 def stops_early(layout: Layout, device: Device) -> bool:

@@ -10,8 +10,8 @@ class Kernel:
     """A kernel that only moves memory: bytes per element with 2-byte elements and 1-byte masks, forward and backward.
 
     over: "hidden", whole on each tensor rank (a sequence shard with sequence parallelism); "qkv", "queries", "rotated"
-    (queries and keys) and "mlp", which a rank has 1 / t of; or "scores", over a s / t for each token. backward: 0 if
-    there is none. bias: there is no such kernel without biases.
+    (queries and keys) and "mlp", which a rank has 1 / t of; "scores", over a s / t for each token; or "rows", of each
+    token's experts. backward: 0 if there is none. bias: there is no such kernel without biases.
     """
 
     over: str
@@ -63,6 +63,8 @@ SOFTMAX = (
 # Of the Llama family: queries and keys rotated; SwiGLU, which reads its gate, too.
 ROTATION = Kernel("rotated", 4, 4)
 SWIGLU = Kernel("mlp", 6, 10)
+# Of a mixture of experts: rows in the order of experts, and their weighted sum.
+ROWS = Kernel("rows", 8, 12)
 # Bytes a parameter. Unfused (fp16/fp16.py and loss_scaler.py of 2019): zeroed gradient 2, overflow check through fp32
 # 10, fp32 copy 6, unscaling 8, norm 4, clipping 8, FusedAdam 28, fp16 copy 6. Fused: gradient read for the norm and
 # for Adam 4, master weight and moments read and written 24, weight 2. Of 2021: as unfused, but for the check.
@@ -73,11 +75,11 @@ OPTIMIZER_WAITED = 10.0 + 4.0
 CROSS_ENTROPY = {"unfused": (38.0, 14.0), "fused": (6.0, 4.0), "fused_softmax": (38.0, 14.0)}
 
 
-def of_layer(kind: str, eager_attention: bool, gated: bool, rotary: bool) -> tuple[Kernel, ...]:
+def of_layer(kind: str, eager_attention: bool, gated: bool, rotary: bool, experts: bool = False) -> tuple[Kernel, ...]:
     """The kernels of a layer. kind: `Device.kernels`. eager_attention: no fused kernel computes attention."""
     kernels: tuple[Kernel, ...] = UNFUSED if kind == "unfused" else FUSED
     if kind != "unfused" and eager_attention:
         kernels += SOFTMAX if kind == "fused_softmax" else POSITION_MASK
     if gated:
         kernels = tuple(SWIGLU if kernel.over == "mlp" and not kernel.bias else kernel for kernel in kernels)
-    return (*kernels, ROTATION) if rotary else kernels
+    return (*kernels, *([ROTATION] if rotary else []), *([ROWS] if experts else []))

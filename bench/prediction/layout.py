@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from commengine.cost import TransformerShape
 from commengine.grid import divisors
-from trainers.presets import PRESETS
+from trainers.presets import MIXTURES, PRESETS
+from trainers.tasks.gpt import GPTTrainConfig
 
 #: models by the short names of --model: the GPTs of Shoeybi et al. 2019 (8.3b is Table 1's, with 32 heads), and GPT-3
 MODELS = {
@@ -26,6 +27,11 @@ MODELS |= {
         ("529.6b", 105, 20480, 128), ("1008b", 128, 25600, 160),
     )
 }  # fmt: skip
+#: mixtures of experts, with sequences of 4,096 tokens
+MODELS |= {
+    name: GPTTrainConfig(**settings, seq_length=4096, mock_data=True).cost_shape()
+    for name, settings in MIXTURES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Layout:
     attention (``--attention-dropout-mask position``). chunk_layers: the layers of a chunk, if stages are interleaved.
     scattered: without sequence parallelism, a rank sends 1 / t of a stage's result, which the next one's ranks gather
     (Narayanan et al. 2021, section 4.1), and not all of it. context: the ranks that share a sequence. method: how their
-    attention sees all of it (`tplayers.ContextGroup`).
+    attention sees all of it (`tplayers.ContextGroup`). expert: the data-parallel ranks that share experts.
     """
 
     tensor: int = 1
@@ -55,6 +61,7 @@ class Layout:
     scattered: bool = False
     context: int = 1
     method: str = "ulysses"
+    expert: int = 1
 
     @property
     def ranks(self) -> int:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.clusters.cluster import Cluster, Device
+from bench.clusters.cluster import Cluster
+from bench.prediction import products
 from bench.prediction.group_cost import (
     context_communication,
     data_communication,
+    expert_communication,
     messages,
     stops_early,
     tensor_communication,
@@ -22,6 +24,7 @@ from bench.prediction.group_cost import (
 from bench.prediction.kernels import KernelTimes, gemm_seconds, memory_seconds
 from bench.prediction.layer_kernels import CROSS_ENTROPY, OPTIMIZER, OPTIMIZER_WAITED, of_layer
 from bench.prediction.layout import MODELS, Layout
+from bench.prediction.memory import device_bytes, eager_attention
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.schedule import schedule_seconds
 from commengine import cost
@@ -93,6 +96,8 @@ class StepModel:
                 f"context-parallel size {layout.context} does not divide the {shape.heads // layout.tensor} heads of a "
                 "rank, as an all-to-all needs"
             )
+        if layout.expert > 1 and not shape.experts:
+            raise ValueError(f"expert-model-parallel size {layout.expert} needs a model with experts (num_experts)")
         if layout.sequence_parallel and shape.seq // layout.context % layout.tensor:
             raise ValueError(
                 f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
@@ -107,14 +112,16 @@ class StepModel:
             seconds |= self._pipeline(stages, pieces, sum(seconds.values()))
 
         whole = [StageShape(sum(one.layers for one in chunks), chunks[0].first, chunks[-1].last) for chunks in stages]
-        owned, layers = max((cost.parameters(shape, layout.tensor, one), one.layers) for one in whole)
+        counts = ((cost.parameters(shape, layout.tensor, one, expert=layout.expert), one) for one in whole)
+        owned, most = max(counts, key=lambda counted: (counted[0], counted[1].layers))
+        apart, layers = cost.expert_parameters(shape, layout.tensor, most, expert=layout.expert), most.layers
         under_backward = layers * sum(work.total(slow) for work in works[1:])  # of the last micro-batch
-        exposed, hidden = data_communication(owned, layers, layout, cluster, under_backward, slow)
-        seconds["optimizer"] = self._optimizer(owned, slow)
+        exposed, hidden = data_communication(owned - apart, apart, layers, layout, cluster, under_backward, slow)
+        seconds["optimizer"] = self._optimizer(owned - apart, apart, slow)
         seconds["data_communication"] = exposed
         if self.off in seconds:
             seconds[self.off] = 0.0
-        memory = self._memory(whole)
+        memory = device_bytes(shape, layout, cluster, whole)
         fullest = max(range(len(memory)), key=lambda stage: sum(memory[stage].values()))
         # A part that is switched off takes no time, but its FLOPs still count.
         flops = cost.model_flops(shape, layout.batch, layout.recompute)
@@ -144,6 +151,10 @@ class StepModel:
             of_context = self.shape, layout, self.cluster, stage, attention
             seconds["context_communication"] = context_communication(*of_context)
             sent += context_communication(*of_context, only="forward")
+        if layout.expert > 1:
+            of_experts = self.shape, layout, self.cluster, stage
+            seconds["expert_communication"] = expert_communication(*of_experts)
+            sent += expert_communication(*of_experts, only="forward")
         # of the ends, as of any product, a third is forward
         return seconds, stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
 
@@ -162,20 +173,6 @@ class StepModel:
         sent = taken - free + tied_embedding(self.shape, self.layout, self.cluster)
         return {"bubble": free - busy, "pipeline_communication": sent}
 
-    def _memory(self, stages: list[StageShape]) -> list[dict[str, float]]:
-        """The bytes of a device of each stage, by use."""
-        shape, layout, kept = self.shape, self.layout, kept_tensors(self.layout, self.cluster)
-        microbatches = [
-            cost.kept_microbatches(stage, len(stages), layout.micro_batches, layout.chunks(shape.layers))
-            for stage in range(len(stages))
-        ]
-        return [
-            cost.training_bytes(
-                shape, layout.micro_batch, layout.tensor, layout.data, kept, stage, count, context=layout.context
-            )
-            for stage, count in zip(stages, microbatches, strict=True)
-        ]
-
     def _on(self, part: str) -> bool:
         return part != self.off
 
@@ -188,18 +185,16 @@ class StepModel:
     def layer(self) -> tuple[KernelTimes, KernelTimes, KernelTimes]:
         """One layer's micro-batch: forward, backward, and what is computed again before backward."""
         shape, layout, device = self.shape, self.layout, self.cluster.device
-        h, t, s, b = shape.hidden, layout.tensor, shape.seq, layout.micro_batch
-        c = layout.context
+        t, s, b, c = layout.tensor, shape.seq, layout.micro_batch, layout.context
         tokens, head, batch = s * b // c, shape.head_size, max(1, b * shape.heads // t // c)
         forward, backward, attention = KernelTimes(), KernelTimes(), KernelTimes()
 
-        inner = (2 if shape.gated else 1) * shape.mlp // t
-        for n, k in ((int(self._width("qkv")), h), (h, shape.queries // t), (inner, h), (h, shape.mlp // t)):
-            last = self._gemm(tokens, n, k)
-            forward.add("gemm", 1, multiply=last)
-            backward.add("gemm", 2, multiply=self._gemm(tokens, k, n) + self._gemm(k, n, tokens))
+        for m, n, k, times in products.of_layer(shape, layout):
+            last = self._gemm(m, n, k)
+            forward.add("gemm", times, multiply=times * last)
+            backward.add("gemm", 2 * times, multiply=times * (self._gemm(m, k, n) + self._gemm(k, n, m)))
 
-        if _eager_attention(layout, device):
+        if eager_attention(layout, device):
             attention.add("attention", 2, multiply=self._gemm(s, s, head, batch) + self._gemm(s, head, s, batch))
             backward.add("attention", 4, multiply=self._gemm(s, s, head, batch) + 3 * self._gemm(s, head, s, batch))
         else:
@@ -208,7 +203,8 @@ class StepModel:
             attention.add("attention", 1, multiply=flops / (device.peak_flops * device.attention_efficiency[0]))
             backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * device.attention_efficiency[1]))
 
-        for kernel in of_layer(device.kernels, _eager_attention(layout, device), shape.gated, shape.rotary):
+        eager, experts = eager_attention(layout, device), shape.experts > 0
+        for kernel in of_layer(device.kernels, eager, shape.gated, shape.rotary, experts):
             if kernel.bias and not (shape.biases or (kernel.over == "qkv" and shape.qkv_biases)):
                 continue
             scores = kernel.over == "scores"
@@ -226,7 +222,7 @@ class StepModel:
             again.join(attention)
             if layout.recompute == "full":
                 again.join(forward)
-                if stops_early(layout, device):
+                if stops_early(layout, device) and not experts:  # the sum over a token's experts needs all results
                     again.add("gemm", -1, multiply=-last)
         forward.join(attention)
         return forward, backward, again
@@ -237,8 +233,9 @@ class StepModel:
         keys = shape.keys * shape.sharing(t)
         return {
             "hidden": shape.hidden / (t if self.layout.sequence_parallel else 1),
-            "scores": shape.heads * shape.seq / t, "qkv": (shape.queries + 2 * keys) / t, "mlp": shape.mlp / t,
-            "queries": shape.queries / t, "rotated": (shape.queries + keys) / t,
+            "scores": shape.heads * shape.seq / t, "qkv": (shape.queries + 2 * keys) / t,
+            "mlp": shape.active_width / t, "queries": shape.queries / t, "rotated": (shape.queries + keys) / t,
+            "rows": shape.of_token * shape.hidden,
         }[over]  # fmt: skip
 
     def _ends(self, stage: StageShape) -> KernelTimes:
@@ -265,14 +262,16 @@ class StepModel:
                 work.add("loss", 4 if device.kernels == "fused" else 12, move=memory_seconds(device, moved))
         return work
 
-    def _optimizer(self, owned: float, slow: float) -> float:
-        """The seconds of the update.
+    def _optimizer(self, owned: float, apart: float, slow: float) -> float:
+        """The seconds of the update. owned, apart: as in `data_communication`.
 
         The unfused one loops over tensors, which the host may issue more slowly than they run.
         """
         layout, device = self.layout, self.cluster.device
-        moved = owned * OPTIMIZER[device.kernels] / (layout.replicas if layout.zero1 else 1)
-        moved += owned * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
+        updated = owned / (layout.replicas if layout.zero1 else 1)
+        updated += apart / (layout.replicas // layout.expert if layout.zero1 else 1)
+        moved = updated * OPTIMIZER[device.kernels]
+        moved += (owned + apart) * 3 * device.element_bytes * (layout.micro_batches - 1)  # gradients accumulated
         runs = slow * memory_seconds(device, moved)
         if device.kernels != "unfused" or not self._on("host"):
             return runs
@@ -280,20 +279,3 @@ class StepModel:
         # The overflow check and the norm bring a number to the host for each tensor: their run and issue times add up.
         waited = OPTIMIZER_WAITED / OPTIMIZER["unfused"] * runs + tensors * 3 * device.dispatch
         return waited + max(runs * (1 - OPTIMIZER_WAITED / OPTIMIZER["unfused"]), tensors * 7 * device.dispatch)
-
-
-def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
-    """The settings that decide which tensors a device keeps in such a step."""
-    size = cluster.device.element_bytes
-    keeps = _eager_attention(layout, cluster.device) and (layout.context == 1 or layout.method == "ulysses")
-    return cost.KeptTensors(
-        element_bytes=size, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel,
-        hidden_dropout=layout.hidden_dropout, zero1=layout.zero1, sends_together=cluster.overlap,
-        sent_bytes=2 if size == 2 else 0,
-        scores="none" if not keeps else "dropped" if layout.attention_dropout else "softmax",
-    )  # fmt: skip
-
-
-def _eager_attention(layout: Layout, device: Device) -> bool:
-    """Whether attention runs in single operations, so that its scores are in memory."""
-    return device.kernels != "fused" or (layout.attention_dropout and layout.position_mask)

@@ -19,14 +19,17 @@ SHAPE = {
     "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
     "padded_vocab_size": VOCABULARY,
 }  # fmt: skip
-#: the options of pretrain_gpt that change the shape of a model: the Llama family's
+#: the options of pretrain_gpt that change the shape of a model: the Llama family's, and those of experts
 FAMILY = (
     "ffn_hidden_size", "normalization", "swiglu", "position_embedding_type", "group_query_attention",
     "num_query_groups", "kv_channels", "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
+    "qk_layernorm", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
 )  # fmt: skip
 #: those of the layout; None means that the option was not given
 LAYOUT = (
-    "global_batch_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type", "micro_batch_size",
+    "global_batch_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
+    "expert_model_parallel_size", "micro_batch_size",
     "recompute_granularity", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "hidden_dropout", "attention_dropout", "attention_dropout_mask",
 )  # fmt: skip
@@ -67,7 +70,7 @@ def add_options(options: OneLineParser) -> None:
 def shape_of(arguments: Any) -> TransformerShape:
     """The model that --preset or --model and the sizes name. Raises ValueError if a size is missing or wrong."""
     given = [getattr(arguments, name) for name in SHAPE]
-    model = "gpt"
+    model, known = "gpt", None
     if arguments.preset or arguments.model:
         known = presets.find(arguments.preset).shape() if arguments.preset else MODELS[arguments.model]
         model = known.model
@@ -82,9 +85,12 @@ def shape_of(arguments: Any) -> TransformerShape:
     family = {name: getattr(arguments, name) for name in FAMILY}
     changed = [name for name in FAMILY if family[name] != DEFAULTS[name]]
     if not changed:
-        return TransformerShape(layers, hidden, heads, seq, vocab, model)
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq": seq, "vocab": vocab}
+        return TransformerShape(**sizes) if known is None else replace(known, **sizes)
     if model != "gpt":
         raise ValueError(f"{flag(changed[0])}: is a GPT's, and the model is a BERT")
+    if known is not None and known.experts:
+        raise ValueError(f"{flag(changed[0])}: --model {arguments.model} has its own")
     config = GPTTrainConfig(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq, vocab_size=vocab,
         make_vocab_size_divisible_by=1, **family,
@@ -127,7 +133,10 @@ def layout_of(arguments: Any) -> Layout:
             raise ValueError(f"{option}: must divide {before}; valid: {valid}")
         left //= size
         before += f" / {option}" if size > 1 else ""
-    data = left
+    data, expert = left, arguments.expert_model_parallel_size or 1
+    if data % expert:
+        valid = ", ".join(map(str, divisors(data)))
+        raise ValueError(f"--expert-model-parallel-size {expert}: must divide {before}; valid: {valid}")
     batch = batch_of(arguments) or data * micro
     if batch % (data * micro):
         raise ValueError(
@@ -147,4 +156,5 @@ def layout_of(arguments: Any) -> Layout:
         context=context,
         method=METHODS[arguments.cp_comm_type or "a2a"],
         chunk_layers=arguments.num_layers_per_virtual_pipeline_stage,
+        expert=expert,
     )

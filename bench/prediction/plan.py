@@ -10,7 +10,8 @@ from typing import Any
 
 from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
-from bench.prediction.model_cost import kept_tensors, predict
+from bench.prediction.memory import kept_tensors
+from bench.prediction.model_cost import predict
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.step_report import tflops
 from commengine.cost import TransformerShape
@@ -21,6 +22,7 @@ SEARCHED = {
     "tensor": "--tensor-model-parallel-size",
     "context": "--context-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
+    "expert": "--expert-model-parallel-size",
     "micro_batch": "--micro-batch-size",
     "recompute": "--recompute-granularity",
     "sequence_parallel": "--sequence-parallel",
@@ -57,7 +59,7 @@ def layouts(
     contexts = [c for c in divisors(gpus) if c in (1, asked) or shape.seq // c >= SHORTEST_PART]
     shared = [(1, like.method), *((c, method) for c in contexts if c > 1 for method in methods)]
     for tensor, (context, method) in product(divisors(gpus), shared):
-        split = shape.heads, shape.hidden, shape.vocab, shape.mlp
+        split = shape.heads, shape.hidden, shape.vocab, shape.mlp, shape.shared
         if any(size % tensor for size in split) or (shape.groups % tensor and tensor % shape.groups):
             continue
         parts = 1 if context == 1 else context if method == "ulysses" or shape.model == "bert" else 2 * context
@@ -68,14 +70,16 @@ def layouts(
             data = gpus // tensor // context // stages
             if batch % data:
                 continue
-            for micro_batch, (recompute, sequence, zero1) in product(divisors(batch // data), ways):
+            experts = [size for size in divisors(data) if shape.experts % size == 0] if shape.experts else [1]
+            choices = product(experts, divisors(batch // data), ways)
+            for expert, micro_batch, (recompute, sequence, zero1) in choices:
                 uneven = sequence and (tensor == 1 or shape.seq // context % tensor)
                 if uneven or (zero1 and data * context == 1):
                     continue
                 layout = replace(
                     like, tensor=tensor, data=data, micro_batch=micro_batch,
                     micro_batches=batch // data // micro_batch, recompute=recompute, sequence_parallel=sequence,
-                    zero1=zero1, pipeline=stages, context=context, method=method,
+                    zero1=zero1, pipeline=stages, context=context, method=method, expert=expert,
                 )  # fmt: skip
                 with suppress(ValueError):  # as many stages, or such chunks, do not fit
                     layout.chunks(shape.layers)
@@ -200,7 +204,8 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     for one in shown:
         layout, step = one.layout, one.step
         shared = f"{layout.context} {layout.method}" if layout.context > 1 else "1"
-        split = f"{layout.tensor} | {shared} | {layout.data} | {layout.pipeline} "
+        data = f"{layout.data}, experts over {layout.expert}" if layout.expert > 1 else layout.data
+        split = f"{layout.tensor} | {shared} | {data} | {layout.pipeline} "
         split += f"| {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
         yield (

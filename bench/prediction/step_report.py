@@ -22,10 +22,12 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
     room = cluster.device.memory_bytes
     shared = f" x context {layout.context} ({layout.method})" if layout.context > 1 else ""
     pipeline = f" x pipeline {layout.pipeline}" if layout.pipeline > 1 else ""
+    experts = f", in expert groups of {layout.expert}" if layout.expert > 1 else ""
     lines = [
         f"{parameters(shape) / 1e9:.2f} billion parameters on {layout.ranks} x {cluster.device.name} ({cluster.name}), "
-        f"tensor {layout.tensor} x data {layout.data}{shared}{pipeline}, batch {layout.batch} in micro-batches of "
-        f"{layout.micro_batch}, recompute {layout.recompute}{', sequence parallel' if layout.sequence_parallel else ''}"
+        f"tensor {layout.tensor} x data {layout.data}{shared}{pipeline}{experts}, batch {layout.batch} in "
+        f"micro-batches of {layout.micro_batch}, recompute {layout.recompute}"
+        f"{', sequence parallel' if layout.sequence_parallel else ''}"
         f"{', distributed optimizer' if layout.zero1 else ''}",
         "",
         f"- step: {step.total:.3f} s; {tflops(step.flops_per_device)} TFLOP/s a device, "
@@ -62,6 +64,7 @@ def _alone(layout: Layout) -> Layout:
         chunk_layers=None,
         scattered=False,
         context=1,
+        expert=1,
     )
 
 

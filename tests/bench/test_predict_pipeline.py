@@ -8,7 +8,7 @@ import pytest
 
 from bench import predict
 from bench.clusters import cluster
-from bench.prediction import group_cost, model_cost, plan, schedule
+from bench.prediction import group_cost, memory, model_cost, plan, schedule
 from bench.prediction.layout import MODELS, Layout
 from commengine import cost
 from commengine.cost import Link, Machine, StageShape, TransformerShape
@@ -107,7 +107,7 @@ def test_the_first_stage_keeps_most_and_its_memory_is_told():
     assert step.fullest == 0
     assert step.memory["parameters and optimizer"] == 18 * cost.parameters(shape, 1, first)
     layer = 2 * 2048 * 2304
-    working = cost.layer_activation_bytes(shape, 1, 1, model_cost.kept_tensors(replace(layout, recompute="none"), A100))
+    working = cost.layer_activation_bytes(shape, 1, 1, memory.kept_tensors(replace(layout, recompute="none"), A100))
     # four micro-batches of six layers' inputs and the embedding's mask, a gradient, and what a layer keeps beyond that
     assert step.memory["activations"] == 4 * (6 * layer + layer / 2) + layer + working - layer
 

@@ -1,0 +1,49 @@
+"""The bytes of a device in a predicted step."""
+
+from __future__ import annotations
+
+from bench.clusters.cluster import Cluster, Device
+from bench.prediction.layout import Layout
+from commengine import cost
+from commengine.cost import StageShape, TransformerShape
+
+
+def device_bytes(
+    shape: TransformerShape, layout: Layout, cluster: Cluster, stages: list[StageShape]
+) -> list[dict[str, float]]:
+    """The bytes of a device of each stage, by use."""
+    kept, chunks = kept_tensors(layout, cluster), layout.chunks(shape.layers)
+    found = []
+    for number, stage in enumerate(stages):
+        microbatches = cost.kept_microbatches(number, len(stages), layout.micro_batches, chunks)
+        found.append(
+            cost.training_bytes(
+                shape,
+                layout.micro_batch,
+                layout.tensor,
+                layout.data,
+                kept,
+                stage,
+                microbatches,
+                context=layout.context,
+                expert=layout.expert,
+            )
+        )
+    return found
+
+
+def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
+    """The settings that decide which tensors a device keeps in such a step."""
+    size = cluster.device.element_bytes
+    keeps = eager_attention(layout, cluster.device) and (layout.context == 1 or layout.method == "ulysses")
+    return cost.KeptTensors(
+        element_bytes=size, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel,
+        hidden_dropout=layout.hidden_dropout, zero1=layout.zero1, sends_together=cluster.overlap,
+        sent_bytes=2 if size == 2 else 0,
+        scores="none" if not keeps else "dropped" if layout.attention_dropout else "softmax",
+    )  # fmt: skip
+
+
+def eager_attention(layout: Layout, device: Device) -> bool:
+    """Whether attention runs in single operations, so that its scores are in memory."""
+    return device.kernels != "fused" or (layout.attention_dropout and layout.position_mask)
