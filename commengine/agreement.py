@@ -76,6 +76,21 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
     raise disagreement(member, calls_of)
 
 
+def extremes(calls: Any, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """`Communicator.extremes`. calls: as of `agree`."""
+    mpi, count = load_mpi(), len(numbers)
+    ends = array("q", (*numbers, *(-number for number in numbers)))
+    calls.Allreduce(mpi.IN_PLACE, (ends, mpi.INT64_T), mpi.MIN)
+    return ends[:count].tolist(), [-end for end in ends[count:]]
+
+
+def each_number(calls: Any, number: int, size: int) -> list[int]:
+    """`Communicator.each_number`. calls: as of `agree`."""
+    mpi, everybody = load_mpi(), array("q", bytes(8 * size))
+    calls.Allgather((array("q", (number,)), mpi.INT64_T), (everybody, mpi.INT64_T))
+    return everybody.tolist()
+
+
 def disagreement(
     member: GroupMember, asked: Sequence[tuple[list[int], str]], fault: str = "the ranks disagree"
 ) -> CollectiveMismatch:

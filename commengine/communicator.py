@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import compiled_ops
-from .agreement import agree
+from .agreement import agree, each_number, extremes
 from .calls.dispatch import Dispatcher
 from .calls.message_stream import MessageStream
 from .calls.opening import open_group
@@ -233,6 +233,22 @@ class Communicator(OperationCalls, OwnsCommunicators):
         self._live_mpi()
         with self._calls.watching("compare", "life"):
             agree(self, self._comparing, words, problem)
+
+    def extremes(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the smallest and the largest of the ranks' numbers, at each place. Collective: 16 bytes a number.
+
+        numbers: integers below 2^63 in size, as many on every rank. So the ranks see whether they have the same, and no
+        rank gets what every other one has.
+        """
+        self._live_mpi()
+        with self._calls.watching("extremes", "life"):
+            return extremes(self._comparing, numbers)
+
+    def each_number(self, number: int) -> list[int]:
+        """Return the numbers of all ranks, in their order. Collective: 8 bytes a rank."""
+        self._live_mpi()
+        with self._calls.watching("each_number", "life"):
+            return each_number(self._comparing, number, self.size)
 
     def new_stream(self, *, device: str | None = None, priority: int = -1, threaded: bool = True) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.

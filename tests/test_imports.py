@@ -35,7 +35,7 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks", "functions", "recompute", "dropout_kernel"},
+        {"host_copy", "checks", "functions", "adjoint_pair", "recompute", "dropout_kernel"},
         {"rng", "regions", "movement"},
         {"placement", "cross_entropy"},
         {"linear", "norm", "fields", "context"},  # fields, context: split in space, and along the sequence

@@ -16,7 +16,8 @@ from commengine import Communicator
 from commengine.compiled_ops import all_reduced
 
 from .checks import require_within
-from .functions import one_derivative
+from .functions import PlainForm, differentiable
+from .regions import reduce_from_tensor_parallel_region
 
 #: a target that does not count
 IGNORED = -100
@@ -114,20 +115,43 @@ class _CrossEntropy(torch.autograd.Function):
         sums, _ = all_reduced(sums, comm)
 
         counted = target != IGNORED
-        tie = logits.new_empty(0)  # it leads from the gradient to the logits, which are not kept: see `one_derivative`
+        # It stands for the logits, which are not kept, where a gradient is differentiated: zeros in no memory.
+        tie = logits.new_zeros(()).expand(logits.shape)
         ctx.save_for_backward(values, sums[0], mine, counted, *places, tie)
-        ctx.dtype, ctx.overwrite = logits.dtype, overwrite
+        ctx.dtype, ctx.overwrite, ctx.comm = logits.dtype, overwrite, comm
+        ctx.set_materialize_grads(False)
         return torch.where(counted, arithmetic.log(sums[0]) - sums[1], 0.0), tie
 
     @staticmethod
-    @one_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        values, total, mine, counted, *places, _ = ctx.saved_tensors
-        scale = torch.where(counted, grads[0], 0.0)
-        factor = (scale / total).unsqueeze(-1)
-        found = values.mul_(factor) if ctx.overwrite else values * factor
-        found[tuple(places)] -= torch.where(mine, scale, 0.0)
-        return found.to(ctx.dtype), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        of_losses, of_tie = grads
+        found = None if of_losses is None else _of_losses(ctx, of_losses)[0]
+        if of_tie is not None:
+            found = of_tie if found is None else found + of_tie
+        return found, None, None, None, None, None
+
+
+def _plain_cross_entropy(ctx: Any) -> PlainForm:
+    values, _, mine, counted, *places, tie = ctx.saved_tensors
+    comm, shifted = ctx.comm, values.log()
+
+    def plain(tie: Tensor) -> tuple[Tensor]:
+        logits = shifted + tie
+        sums = torch.stack((logits.exp().sum(dim=-1).sum(dim=0), torch.where(mine, logits[tuple(places)], 0.0)))
+        total, of_target = reduce_from_tensor_parallel_region(sums, comm)
+        return (torch.where(counted, total.log() - of_target, 0.0),)
+
+    return plain, [tie]
+
+
+@differentiable(_plain_cross_entropy)
+def _of_losses(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
+    values, total, mine, counted, *places, _ = ctx.saved_tensors
+    scale = torch.where(counted, grads[0], 0.0)
+    factor = (scale / total).unsqueeze(-1)
+    found = values.mul_(factor) if ctx.overwrite else values * factor
+    found[tuple(places)] -= torch.where(mine, scale, 0.0)
+    return (found.to(ctx.dtype),)
 
 
 def class_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from commengine import Communicator
 from commengine.dtypes import HALF_TYPES
 
 from .checks import require_within
-from .functions import one_derivative
+from .functions import PlainForm, differentiable
 from .linear import LinearOptions, SplitLayer, column_parallel_linear
 from .placement import Placement, require_divisible
 from .regions import (
@@ -78,6 +78,11 @@ def looked_up(rows: Tensor, table: Tensor) -> Tensor:
     return F.embedding(rows, table)
 
 
+def _plain_lookup(ctx: Any) -> PlainForm:
+    rows, table = ctx.saved_tensors
+    return lambda table: (F.embedding(rows, table.float()).to(table.dtype),), [None, table]
+
+
 class _HostHalfLookup(torch.autograd.Function):
     """torch's embedding in half precision, with the gradient of a row added up in float32.
 
@@ -87,14 +92,14 @@ class _HostHalfLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
+        ctx.save_for_backward(rows, table)
         ctx.shape = table.shape
         return F.embedding(rows, table)
 
     @staticmethod
-    @one_derivative
+    @differentiable(_plain_lookup)
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        (rows,) = ctx.saved_tensors
+        rows, _ = ctx.saved_tensors
         sums = grads[0].new_zeros(ctx.shape, dtype=torch.float32)
         sums.index_add_(0, rows.reshape(-1), grads[0].reshape(-1, ctx.shape[1]).float())
         return None, sums.to(grads[0].dtype)

@@ -1,12 +1,17 @@
-"""What the autograd Functions of layers need: dtypes under ``torch.autocast``, and first derivatives alone.
+"""What the autograd Functions of layers need: dtypes under ``torch.autocast``, and derivatives of any order.
 
 **Autocast.** Layers under ``torch.autocast`` compute in the dtypes in which torch's own operators would. Autocast knows
 torch's operators, and neither an autograd Function nor a product that is written into a given tensor. So a layer casts
 what such a product takes before its Function sees it. Autograd follows this cast, and gives a gradient in the
 parameter's dtype. Nothing is cast inside a Function: autocast would keep a cast without a graph for later uses.
 
-**Derivatives.** Most Functions compute their gradients by collectives and kernels that autograd does not see.
-torch's own ``once_differentiable`` is not enough for them: its error stands in a node that leads nowhere, so
+**Derivatives.** Most Functions compute their gradients by collectives and kernels that autograd does not see. Where a
+gradient is to be differentiated (``create_graph=True``), `differentiable` computes it in another way: by autograd from
+a *plain* form of the Function, of torch's operators and operators of ours that differentiate themselves. It takes more
+time and memory, and its derivatives are those of the plain form, of any order.
+
+A Function that has no plain form here has `one_derivative`, and an error in place of a second one. torch's own
+``once_differentiable`` is not enough for them: its error stands in a node that leads nowhere, so
 ``torch.autograd.grad(penalty, parameters)`` leaves the node out and returns a wrong number. Here the node that raises
 lies on every path from a gradient to the tensors that it depends on.
 """
@@ -14,7 +19,7 @@ lies on every path from a gradient to the tensors that it depends on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +68,74 @@ def in_forward_dtypes(backward: Callable[..., Any]) -> Callable[..., Any]:
     return uncast
 
 
+#: the plain form of a Function: from its inputs that are differentiated to its outputs
+Plain = Callable[..., tuple[Tensor, ...]]
+
+
+#: a plain form, and the inputs for it
+PlainForm = tuple[Plain, Sequence[Tensor | None]]
+
+
+def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[..., Any]:
+    """Decorate the backward of a Function, so that its gradients can be differentiated any number of times.
+
+    plain_of: called with the ctx. Returns the plain form, and its inputs: in the order of the Function's inputs, with
+    None for those that have no gradient or that were not given; the plain form takes those that are there. The inputs
+    are tensors that the Function saved, or that stand for them if no gradient depends on their values. None: there is
+    no plain form here, as with `one_derivative`.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        once = one_derivative(backward)
+
+        @functools.wraps(backward)
+        def any_order(ctx: Any, *grads: Tensor) -> Any:
+            form = None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else plain_of(ctx)
+            if form is None:
+                return once(ctx, *grads)
+            plain, inputs = form
+            there = [one for one in inputs if one is not None]
+            found = iter(_Plain.apply(_gradients(plain, len(there)), *there, *grads))  # type: ignore[no-untyped-call]
+            several = tuple(None if one is None else next(found) for one in inputs)
+            return tuple(one if wanted else None for one, wanted in zip(several, ctx.needs_input_grad, strict=False))
+
+        return any_order
+
+    return decorate
+
+
+class _Plain(torch.autograd.Function):
+    """``plain(*inputs)``, where autograd sees a node and not what it computes.
+
+    The inputs may depend on each other. So a gradient by one of them is taken with the others held fixed: of leaves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plain: Plain, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        with torch.enable_grad():
+            found = plain(*(one.detach().requires_grad_() for one in inputs))
+        return tuple(one.detach() for one in found)
+
+    @staticmethod
+    @in_forward_dtypes
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        return None, *_Plain.apply(_gradients(ctx.plain, len(inputs)), *inputs, *grads)  # type: ignore[no-untyped-call]
+
+
+def _gradients(plain: Plain, count: int) -> Plain:
+    """The gradients of ``plain`` by its ``count`` inputs: a function of these and of the gradients of its outputs."""
+
+    def gradients(*both: Tensor) -> tuple[Tensor, ...]:
+        inputs, grads = both[:count], both[count:]
+        outputs = plain(*inputs)
+        return torch.autograd.grad(outputs, inputs, grads, create_graph=True, materialize_grads=True)
+
+    return gradients
+
+
 def one_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a Function whose gradients cannot be differentiated.
 
@@ -70,7 +143,7 @@ def one_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     Function saves each input, or something in the graph of it, that its gradients depend on (`save_for_backward`).
     """
     backward = in_forward_dtypes(backward)
-    name = backward.__qualname__.split(".")[-2].lstrip("_")
+    name = backward.__qualname__.split(".")[-2:][0].lstrip("_")
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor) -> Any:

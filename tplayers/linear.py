@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gathered
 
-from .functions import lowered, one_derivative
+from .functions import PlainForm, differentiable, lowered
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .regions import (
     communicates,
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_own_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     reduced_rows,
@@ -252,6 +254,24 @@ def column_parallel_products(
     return _ColumnParallelLinears.apply(x, comm, split, stream, products, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _plain_columns(ctx: Any) -> PlainForm | None:
+    if type(ctx.products) is not Products:
+        return None
+    x, *weights = ctx.saved_tensors
+    comm, enter = ctx.comm, gather_from_sequence_parallel_region if ctx.split else copy_to_tensor_parallel_region
+    # A gradient does not depend on the values of a bias.
+    biases = [one.new_zeros(len(one)) if given else None for one, given in zip(weights, ctx.with_bias, strict=True)]
+    layers = [one for layer in zip(weights, biases, strict=True) for one in layer]
+
+    def plain(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        whole, tensors = enter(x, comm), iter(given)
+        return tuple(
+            F.linear(whole, next(tensors), next(tensors) if with_bias else None) for with_bias in ctx.with_bias
+        )
+
+    return plain, [x, None, None, None, None, *layers]
+
+
 class _ColumnParallelLinears(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -268,10 +288,11 @@ class _ColumnParallelLinears(torch.autograd.Function):
             x = x.contiguous()
         ctx.save_for_backward(x, *weights)
         ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
+        ctx.with_bias = [bias is not None for bias in biases]
         return products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases)
 
     @staticmethod
-    @one_derivative
+    @differentiable(_plain_columns)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         comm, stream, products = ctx.comm, ctx.stream, ctx.products

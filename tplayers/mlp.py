@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 
-from .functions import finished, one_derivative
+from .functions import differentiable, finished
 from .linear import DEFAULT_INIT, ColumnParallelLinear, LinearOptions, RowParallelLinear
 from .placement import Normal, require_one_of
 
@@ -96,7 +96,11 @@ def _gated(both: Tensor) -> Tensor:
     """SiLU(gate) * up, of [..., gate; up]."""
     if not torch.compiler.is_compiling():
         return _Gated.apply(both)  # type: ignore[no-untyped-call, no-any-return]
-    gate, up = both.chunk(2, dim=-1)  # the compiler itself decides what is kept
+    return _plain_gated(both)  # the compiler itself decides what is kept
+
+
+def _plain_gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -113,7 +117,7 @@ class _Gated(torch.autograd.Function):
         return finished(F.silu(gate).mul_(up))
 
     @staticmethod
-    @one_derivative
+    @differentiable(lambda ctx: (lambda both: (_plain_gated(both),), ctx.saved_tensors))
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2, dim=-1)

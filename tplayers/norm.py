@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine.dtypes import HALF_TYPES, wide
 
-from .functions import finished, one_derivative, widened
+from .functions import PlainForm, differentiable, finished, widened
 from .placement import Constant, Placement, add_parameter
 
 #: The norm of a model's layers.
@@ -55,6 +55,18 @@ class LayerNorm(_Norm):
         return torch.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+def _plain_layer_norm(ctx: Any) -> PlainForm | None:
+    if ctx.sum_of_rows is not None:
+        return None
+    x, weight, *_ = ctx.saved_tensors
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+        y = torch.layer_norm(wide(x), weight.shape, wide(weight), wide(bias), ctx.eps)
+        return (y.to(x.dtype),)
+
+    return plain, [x, weight, torch.zeros_like(weight), None, None]  # no gradient depends on the bias
+
+
 class WideLayerNorm(torch.autograd.Function):
     """torch's layer_norm, with the sums over tokens in float32, or float64 for float64.
 
@@ -72,11 +84,11 @@ class WideLayerNorm(torch.autograd.Function):
         kind = torch.promote_types(x.dtype, torch.float32)
         y, mean, scale = torch.native_layer_norm(x, weight.shape, weight.to(kind), bias.to(kind), eps)
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.sum_of_rows = sum_of_rows
+        ctx.sum_of_rows, ctx.eps = sum_of_rows, eps
         return y
 
     @staticmethod
-    @one_derivative
+    @differentiable(_plain_layer_norm)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight, mean, scale = ctx.saved_tensors
         of_x, grad, by_torch = wide(x), wide(grads[0].contiguous()), ctx.sum_of_rows is None
@@ -99,6 +111,17 @@ class RMSNorm(_Norm):
         return _RootMeanSquare.apply(widened(x), self.weight, self.eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _plain_root_mean_square(ctx: Any) -> PlainForm:
+    x, weight, _ = ctx.saved_tensors
+
+    def plain(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        of_x = wide(x)
+        scale = (of_x.square().mean(dim=-1, keepdim=True) + ctx.eps).rsqrt()
+        return ((of_x * scale).to(x.dtype) * weight,)
+
+    return plain, [x, weight, None]
+
+
 class _RootMeanSquare(torch.autograd.Function):
     """RMSNorm that keeps x, the weight and a number per token; torch's rms_norm keeps several tensors of x's size."""
 
@@ -109,11 +132,12 @@ class _RootMeanSquare(torch.autograd.Function):
         length = torch.linalg.vector_norm(of_x, dim=-1, keepdim=True)
         scale = (length.square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
         normalised: Tensor = (of_x * scale).to(x.dtype)
         return finished(normalised.mul_(weight))
 
     @staticmethod
-    @one_derivative
+    @differentiable(_plain_root_mean_square)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         of_x, grad, of_weight = wide(x), wide(grads[0]), wide(weight)

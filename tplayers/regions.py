@@ -2,8 +2,10 @@
 
 Each is an autograd Function that is a collective in one direction and its conjugate in the other (Shoeybi et al.
 2019, section 3, Figure 3; Korthikanti et al. 2022, section 4.2.2 for the sequence-parallel pair). None of them
-changes its input, because autograd may share it with other branches. Differentiating twice raises an error, because
-autograd does not see the collectives.
+changes its input, because autograd may share it with other branches. The backward is the region of the other
+direction, so they differentiate any number of times, and in forward mode, too. A second derivative takes what the ranks
+compute with a gradient as these regions take any activation: what is computed of a replicated gradient must be the same
+on all ranks, and what is computed of parts must pass g.
 
 =================================================  ====================  =====================
 region                                             forward               backward
@@ -20,7 +22,7 @@ reduce_scatter_to_sequence_parallel_region         reduce-scatter        all-gat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from torch import Tensor
 from commengine import Communicator, Stream, Work
 from commengine.compiled_ops import all_gathered, all_reduced, reduce_scattered
 
-from .functions import one_derivative
+from .adjoint_pair import apply_pair
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -39,7 +41,7 @@ def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
     x: any shape, equal on all ranks of ``comm``. Every rank of ``comm`` must run the backward.
     """
-    return _apply(_CopyTo, x, comm, 0)
+    return _apply(_COPY, x, comm, 0)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -49,7 +51,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
     x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is not changed.
     """
-    return _apply(_ReduceFrom, x, comm, 0)
+    return _apply(_REDUCE, x, comm, 0)
 
 
 def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -64,7 +66,7 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(x)
         return x
-    return _apply(_ReduceOwn, x, comm)
+    return _ReduceOwn.apply(x, comm) if communicates(comm) else x  # type: ignore[no-untyped-call]
 
 
 def scatter_to_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
@@ -73,7 +75,7 @@ def scatter_to_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = 
     x: equal on all ranks; ``x.shape[dim]`` a multiple of ``comm.size`` (else ValueError).
     """
     _require_parts(x, comm, dim)
-    return _apply(_ScatterTo, x, comm, dim)
+    return _apply(_SCATTER, x, comm, dim)
 
 
 def gather_from_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
@@ -81,7 +83,7 @@ def gather_from_tensor_parallel_region(x: Tensor, comm: Communicator, dim: int =
 
     Every rank must call it, and must compute the same with the result: the computation after it is replicated.
     """
-    return _apply(_GatherFrom, x, comm, dim)
+    return _apply(_GATHER, x, comm, dim)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
@@ -90,7 +92,7 @@ def gather_from_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int
     It takes the place of f when the activation before it is split along the sequence. The layers after it are
     tensor-parallel, so the ranks' gradients are partial sums. Every rank must call it and run its backward.
     """
-    return _apply(_GatherSequence, x, comm, dim)
+    return _apply(_GATHER_SEQUENCE, x, comm, dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
@@ -99,7 +101,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
     It takes the place of g. ``x.shape[dim]`` must be a multiple of ``comm.size`` (else ValueError).
     """
     _require_parts(x, comm, dim)
-    return _apply(_ReduceScatterSequence, x, comm, dim)
+    return _apply(_REDUCE_SCATTER_SEQUENCE, x, comm, dim)
 
 
 def communicates(comm: Communicator) -> bool:
@@ -159,10 +161,13 @@ def _from_front(x: Tensor, dim: int) -> Tensor:
 # The autograd Functions -------------------------------------------------------------------------------------------
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, comm: Communicator, *more: int) -> Tensor:
+def _apply(region: Region, x: Tensor, comm: Communicator, dim: int) -> Tensor:
     if not communicates(comm):
         return x
-    return function.apply(x, comm, *more)  # type: ignore[no-untyped-call, no-any-return]
+    if torch.compiler.is_compiling():
+        return _Compiled.apply(x, comm, dim, region)  # type: ignore[no-untyped-call, no-any-return]
+    forward, back = region
+    return apply_pair(x, lambda one: forward(one, comm, dim), lambda one: back(one, comm, dim))
 
 
 def _require_parts(x: Tensor, comm: Communicator, dim: int) -> None:
@@ -174,37 +179,34 @@ class _ReduceOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.mark_dirty(x)
+        ctx.comm = comm
         return all_reduced(x, comm)[0]
 
     @staticmethod
-    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return copy_to_tensor_parallel_region(grads[0], ctx.comm), None
         return grads[0], None
 
 
-def _pair(
-    forward_collective: Callable[[Tensor, Communicator, int], Tensor],
-    backward_collective: Callable[[Tensor, Communicator, int], Tensor],
-) -> type[torch.autograd.Function]:
-    """A Function that runs one collective along a dimension forward, and another backward."""
-
-    class Region(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
-            ctx.comm, ctx.dim = comm, dim
-            return forward_collective(x, comm, dim)
-
-        @staticmethod
-        @one_derivative
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-            return backward_collective(grads[0], ctx.comm, ctx.dim), None, None
-
-    return Region
+#: a collective on any dimension, and the one of the other direction
+Region: TypeAlias = tuple[Callable[[Tensor, Communicator, int], Tensor], Callable[[Tensor, Communicator, int], Tensor]]
+_COPY: Region = (_unchanged, _all_reduce)
+_REDUCE: Region = (_all_reduce, _unchanged)
+_SCATTER: Region = (_my_part, _all_gather)
+_GATHER: Region = (_all_gather, _my_part)
+_GATHER_SEQUENCE: Region = (_all_gather, _reduce_scatter)
+_REDUCE_SCATTER_SEQUENCE: Region = (_reduce_scatter, _all_gather)
 
 
-_CopyTo = _pair(_unchanged, _all_reduce)
-_ReduceFrom = _pair(_all_reduce, _unchanged)
-_ScatterTo = _pair(_my_part, _all_gather)
-_GatherFrom = _pair(_all_gather, _my_part)
-_GatherSequence = _pair(_all_gather, _reduce_scatter)
-_ReduceScatterSequence = _pair(_reduce_scatter, _all_gather)
+class _Compiled(torch.autograd.Function):
+    """A region in a graph of the compiler, which differentiates once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, region: Region) -> Tensor:
+        ctx.comm, ctx.dim, ctx.back = comm, dim, region[1]
+        return region[0](x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.comm, ctx.dim), None, None, None

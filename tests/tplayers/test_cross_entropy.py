@@ -159,12 +159,25 @@ def test_backward_twice(group, random):
     assert torch.equal(first, second)
 
 
-def test_differentiating_twice_raises(group):
-    shard = torch.zeros(4, WIDTH, requires_grad=True)
-    losses = tplayers.vocab_parallel_cross_entropy(shard, torch.zeros(4, dtype=torch.int64), group.comm)
-    (gradient,) = torch.autograd.grad(losses.square().sum(), shard, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.square().sum().backward()
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_products_with_the_hessian_are_torchs(group, overwrite):
+    """Also of a square of the losses, of which the gradient depends on the losses; with padding and ignored targets."""
+    width, columns = 5, 5 * group.size
+    whole = torch.randn(4, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    way = torch.randn(4, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    target = torch.tensor([0, columns - 3, -100, 1])
+    expected = F.cross_entropy(whole[:, : columns - 2], target, reduction="none").square().sum()
+    (gradient,) = torch.autograd.grad(expected, whole, create_graph=True)
+    (product,) = torch.autograd.grad((gradient * way).sum(), whole)
+    mine = slice(group.rank * width, (group.rank + 1) * width)
+    shard = whole.detach()[:, mine].clone().requires_grad_()
+    losses = tplayers.vocab_parallel_cross_entropy(
+        1.0 * shard, target, group.comm, vocab_size=columns - 2, overwrite=overwrite
+    )
+    (of_shard,) = torch.autograd.grad(losses.square().sum(), shard, create_graph=True)
+    torch.testing.assert_close(of_shard, gradient[:, mine].detach())
+    slope = tplayers.reduce_from_tensor_parallel_region((of_shard * way[:, mine]).sum(), group.comm)
+    torch.testing.assert_close(torch.autograd.grad(slope, shard)[0], product[:, mine])
 
 
 @pytest.mark.parametrize("token", [-1, 7, 10**12])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tplayers
 from commengine import CartesianGrid, Communicator
@@ -35,20 +36,26 @@ NO_FUNCTIONS = {
 
 @dataclass
 class Case:
-    """``value`` gives this rank's tensors from ``inputs``. together: the ranks' losses are terms of one sum."""
+    """``value`` gives this rank's tensors from ``inputs``. together: the ranks' losses are terms of one sum.
+
+    parts: the inputs are parts of something, of which each rank has its own. terms: the numbers of the results of which
+    what the ranks compute are terms of a sum: parts, or whole activations in a parallel region.
+    """
 
     value: Callable[..., Any]
     inputs: list[Tensor] = field(default_factory=list)
     module: nn.Module = field(default_factory=nn.Module)
     together: bool = False
+    parts: bool = False
+    terms: tuple[int, ...] = ()
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-def of_layer(module: nn.Module, *inputs: Tensor, **more: Any) -> Case:
-    return Case(lambda *x: module(*x, **more), list(inputs), module)
+def of_layer(module: nn.Module, *inputs: Tensor, parts: bool = False, terms: Any = (), **more: Any) -> Case:
+    return Case(lambda *x: module(*x, **more), list(inputs), module, parts=parts, terms=terms)
 
 
 def of_field(make: Callable[..., nn.Module], channels: int = 2, axes: int = 2) -> Callable[[Communicator], Case]:
@@ -66,9 +73,13 @@ def of_operator(function: Callable[..., Tensor], *shape: int) -> Callable[[Commu
     return lambda comm: Case(lambda x: function(x, comm), [draw(*shape, seed=comm.rank)], together=True)
 
 
-def of_region(function: Callable[..., Tensor]) -> Callable[[Communicator], Case]:
-    return lambda comm: Case(lambda x: function(x, comm, 0) if "dim" in function.__code__.co_varnames
-                             else function(x, comm), [draw(4, 3)])  # fmt: skip
+def of_region(function: Callable[..., Tensor], *, parts: bool, terms: bool) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        x = draw(4, 3, seed=comm.rank * parts)
+        along = (0,) if "dim" in function.__code__.co_varnames else ()
+        return Case(lambda x: function(x, comm, *along), [x], parts=parts, terms=(0,) * terms)
+
+    return case
 
 
 def of_model(kind: str, **options: Any) -> Callable[[Communicator], Case]:
@@ -94,7 +105,8 @@ def of_task(make: Callable[..., nn.Module], *shape: int) -> Callable[[Communicat
         config = tplayers.BERTConfig(1, 16, HEADS, 13, TOKENS, make_vocab_size_divisible_by=16)
         model = make(config, comm, dtype=F64)
         tokens = torch.randint(13, shape, generator=torch.Generator().manual_seed(0))
-        return Case(lambda: model(tokens, randomness=arguments("bert")[1]["randomness"]), module=model.eval())
+        randomness = arguments("bert")[1]["randomness"]
+        return Case(lambda: not_fused(model)(tokens, randomness=randomness), module=model.eval())
 
     return case
 
@@ -103,14 +115,20 @@ def cross_entropy(comm: Communicator) -> Case:
     target = torch.tensor([3, -100, 0, 15])
     return Case(
         lambda x: tplayers.vocab_parallel_cross_entropy(1.0 * x, target, comm, overwrite=True),
-        [draw(4, VOCAB // comm.size, seed=comm.rank)],
-    )
+        [draw(4, VOCAB // comm.size, seed=comm.rank)], parts=True,
+    )  # fmt: skip
 
 
 def embedding(comm: Communicator) -> Case:
     table = tplayers.VocabParallelEmbedding(VOCAB, H, comm, dtype=F64)
     tokens = torch.tensor([[1, 5], [15, 1]])
-    return Case(lambda x: (table(tokens), table.logits(x)), [draw(3, H)], table)
+    return Case(lambda x: (table(tokens), table.logits(x)), [draw(3, H)], table, terms=(1,))
+
+
+def shared(comm: Communicator) -> Case:
+    module = nn.Module()
+    module.weight = nn.Parameter(draw(3))
+    return Case(lambda: replicated(comm, module.weight), module=module, together=True)
 
 
 def started(comm: Communicator) -> Case:
@@ -136,19 +154,39 @@ def plan_of(grid: CartesianGrid, whole: Any) -> Any:
     return tplayers.plan_halo(grid, whole, 1)
 
 
+def unfused(comm: Communicator) -> Case:
+    """The fused kernel of torch on the host has no second derivative, and its plain one has."""
+    layer = tplayers.SelfAttention(H, HEADS, comm, causal=True, dtype=F64)
+    return Case(not_fused(layer), [draw(*X)], layer)
+
+
+def not_fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    def value(*args: Any, **named: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **named)
+
+    return value
+
+
 RANDOMNESS = tplayers.Randomness(5, 17, (1, 2))
 X = (S, B, H)
 #: the exported name (with a remark), and its case
 CASES: dict[str, Callable[[Communicator], Case]] = {
     "LayerNorm": lambda comm: of_layer(tplayers.LayerNorm(H, dtype=F64), draw(*X)),
     "RMSNorm": lambda comm: of_layer(tplayers.RMSNorm(H, dtype=F64), draw(*X)),
-    "ColumnParallelLinear": lambda comm: of_layer(tplayers.ColumnParallelLinear(H, 16, comm, dtype=F64), draw(*X)),
+    "ColumnParallelLinear": lambda comm: of_layer(
+        tplayers.ColumnParallelLinear(H, 16, comm, dtype=F64), draw(*X), terms=(0,)
+    ),
     "ColumnParallelLinear, a shard": lambda comm: of_layer(
         tplayers.ColumnParallelLinear(H, 16, comm, sequence_parallel=True, dtype=F64),
-        draw(S // comm.size, B, H, seed=comm.rank),
+        draw(S // comm.size, B, H, seed=comm.rank), parts=True, terms=(0,),
     ),
     "RowParallelLinear": lambda comm: of_layer(
-        tplayers.RowParallelLinear(16, H, comm, dtype=F64), draw(S, B, 16 // comm.size, seed=comm.rank)
+        tplayers.RowParallelLinear(16, H, comm, dtype=F64), draw(S, B, 16 // comm.size, seed=comm.rank), parts=True
+    ),
+    "RowParallelLinear, a shard": lambda comm: of_layer(
+        tplayers.RowParallelLinear(16, H, comm, sequence_parallel=True, dtype=F64),
+        draw(S, B, 16 // comm.size, seed=comm.rank), parts=True, terms=(0,),
     ),
     "ReplicatedLinear": lambda comm: of_layer(tplayers.ReplicatedLinear(H, 5, dtype=F64), draw(*X)),
     "MLP": lambda comm: of_layer(tplayers.MLP(H, 16, comm, dtype=F64), draw(*X)),
@@ -160,6 +198,7 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
         tplayers.SelfAttention(H, HEADS, comm, attention_dropout=0.1, dtype=F64), draw(*X), randomness=RANDOMNESS
     ),
     "SelfAttention, fused": lambda comm: of_layer(tplayers.SelfAttention(H, HEADS, comm, dtype=F64), draw(*X)),
+    "SelfAttention, not fused": unfused,
     "SelfAttention, two heads of keys": lambda comm: of_layer(
         tplayers.SelfAttention(H, HEADS, comm, query_groups=2, attention_dropout=0.1, recompute_core=True, dtype=F64),
         draw(*X), randomness=RANDOMNESS,
@@ -210,13 +249,16 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
         lambda grid, whole: tplayers.UNet(2, 1, grid, whole, width=8, depth=1, norm="group", dtype=F64)
     ),
     "FNO": of_field(lambda grid, whole: tplayers.FNO(2, 1, grid, whole, width=4, modes=2, depth=2, dtype=F64)),
-    "replicated": lambda comm: Case(lambda x: replicated(comm, x), [draw(3)]),
-    "copy_to_tensor_parallel_region": of_region(tplayers.copy_to_tensor_parallel_region),
-    "gather_from_sequence_parallel_region": of_region(tplayers.gather_from_sequence_parallel_region),
-    "gather_from_tensor_parallel_region": of_region(tplayers.gather_from_tensor_parallel_region),
-    "reduce_from_tensor_parallel_region": of_region(tplayers.reduce_from_tensor_parallel_region),
-    "reduce_scatter_to_sequence_parallel_region": of_region(tplayers.reduce_scatter_to_sequence_parallel_region),
-    "scatter_to_tensor_parallel_region": of_region(tplayers.scatter_to_tensor_parallel_region),
+    "replicated": shared,
+    **{
+        name: of_region(getattr(tplayers, name), parts=parts, terms=terms)
+        for name, parts, terms in (
+            ("copy_to_tensor_parallel_region", False, True), ("gather_from_sequence_parallel_region", True, True),
+            ("gather_from_tensor_parallel_region", True, False), ("reduce_from_tensor_parallel_region", True, False),
+            ("reduce_scatter_to_sequence_parallel_region", True, True),
+            ("scatter_to_tensor_parallel_region", False, True),
+        )
+    },
     "all_gather": of_operator(tplayers.all_gather, 2, 3),
     "all_reduce": of_operator(tplayers.all_reduce, 2, 3),
     "all_to_all": of_operator(lambda x, comm: tplayers.all_to_all(x, comm, 0, 1), 4, 3),
@@ -238,13 +280,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     ),
     "start_transfer": started,
 }  # fmt: skip
-#: those of which a penalty on the gradients of inputs has a derivative on any number of ranks
-DIFFERENTIATES = {
-    "LayerNorm", "ReplicatedLinear", "class_cross_entropy", "dropout", "FieldConv", "FieldConvTranspose",
-    "FieldMaxPool", "FieldAvgPool", "FieldUpsample", "FieldBatchNorm", "FieldBatchNorm, plain",
-    "FieldBatchNorm, 1 axis", "FieldGroupNorm", "FieldLayerNorm", "SpectralConv", "UNet", "UNet, in groups", "FNO",
-    "all_gather", "all_reduce", "all_to_all", "all_to_all_v", "broadcast", "gather", "halo_accumulate", "halo_exchange",
-    "reduce_scatter", "repartition", "scatter", "shift", "sum_reduce",
+#: those of which a second derivative is an error that says so
+ONCE = {
+    "SelfAttention, fused", "GPT, canonical", "GPT, a canonical Llama", "BERT, canonical", "start_transfer",
 }  # fmt: skip
 STEP = 1e-6
 
@@ -272,21 +310,33 @@ def test_a_second_derivative_is_right_or_an_error(group, name):
     parameters = dict(case.module.named_parameters())
     leaves = [x.requires_grad_() for x in (*case.inputs, *parameters.values())]
     placements = tplayers.placements(case.module)
-    ways = [draw(*x.shape, seed=70 + group.rank * case.together) for x in case.inputs]
+    parts = [case.parts] * len(case.inputs) + [one.sharded for one in placements.values()]
+    partial = [False] * len(case.inputs) + [one.partial for one in placements.values()]
+    ways = [draw(*x.shape, seed=70 + group.rank * (case.together or case.parts)) for x in case.inputs]
     ways += [placements[name].part(draw(*placements[name].shape, seed=80)) for name in parameters]
+
+    def of_all(term: Tensor) -> Tensor:
+        """The sum of the ranks' terms, which each of them then has."""
+        return term if case.together else tplayers.reduce_from_tensor_parallel_region(term, group.comm)
 
     def first(over: list[Tensor], **options: Any) -> list[Tensor]:
         values = case.value(*case.inputs)
-        terms = (
-            torch.sin(y + 0.3 * group.rank * case.together)
-            for y in (values if isinstance(values, list | tuple) else [values])
-        )
-        return torch.autograd.grad(sum(term.sum() for term in terms), over, allow_unused=True, **options)
+        total = torch.zeros((), dtype=F64)
+        for number, y in enumerate(values if isinstance(values, list | tuple) else [values]):
+            term = torch.sin(y + 0.3 * group.rank * case.together).sum()
+            total = total + (of_all(term) if number in case.terms else term)
+        return torch.autograd.grad(total, over, allow_unused=True, **options)
 
-    def penalty(gradients: list[Tensor | None]) -> Tensor:
-        return sum((g.pow(3).sum() for g in gradients if g is not None), start=torch.zeros((), dtype=F64))
+    def penalty(gradients: list[Tensor | None], numbers: range) -> Tensor:
+        total = torch.zeros((), dtype=F64)
+        for g, number in zip(gradients, numbers, strict=True):
+            if g is not None:
+                term = (of_all(g) if partial[number] else g).pow(3).sum()
+                total = total + (of_all(term) if parts[number] else term)
+        return total
 
-    for over in (case.inputs, [*parameters.values()]):
+    for numbers in (range(len(case.inputs)), range(len(case.inputs), len(leaves))):
+        over = [leaves[number] for number in numbers]
         if not over:
             continue
         plain = first(over)
@@ -294,33 +344,78 @@ def test_a_second_derivative_is_right_or_an_error(group, name):
         torch.testing.assert_close([g for g in gradients if g is not None], [g for g in plain if g is not None])
         problem = None
         try:
-            second = torch.autograd.grad(penalty(gradients), leaves, allow_unused=True)
+            second = torch.autograd.grad(penalty(gradients, numbers), leaves, allow_unused=True)
         except RuntimeError as error:
             problem = str(error)
             assert "no second derivative" in problem or "not implemented" in problem, problem
         assert len({*group.comm.mpi.allgather(problem is None)}) == 1
+        assert (problem is None) or name in ONCE, problem
         if problem is not None:
-            assert not (over is case.inputs and name in DIFFERENTIATES), problem
             continue
-        # Parameters that layers of fields share are one for all ranks, and their gradient is of the sum of all losses.
-        once = case.together and group.rank > 0
+        # What all ranks hold counts once. Parameters that layers of fields share have the gradient of all losses.
         slope = sum(
             float((g * way).sum())
             for number, (g, way) in enumerate(zip(second, ways, strict=True))
-            if g is not None and not (once and number >= len(case.inputs))
+            if g is not None
+            and (group.rank == 0 or parts[number] or partial[number] or (case.together and number < len(case.inputs)))
         )
         sides = []
         for sign in (1, -1):
             with torch.no_grad():
                 for leaf, way in zip(leaves, ways, strict=True):
                     leaf += sign * STEP * way
-            sides.append(float(penalty(first(over)).detach()))
+            sides.append(float(penalty(first(over), numbers).detach()))
             with torch.no_grad():
                 for leaf, way in zip(leaves, ways, strict=True):
                     leaf -= sign * STEP * way
-        truth = (sides[0] - sides[1]) / (2 * STEP)
+        truth = (sides[0] - sides[1]) / (2 * STEP) * (case.together or group.rank == 0)
         found, expected = (sum(group.comm.mpi.allgather(one)) for one in (slope, truth))
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (found, expected)
+
+
+#: what torch.func takes, too: all that is linear in its input, pooling, and losses of it. An all_to_all_v tells counts
+#: in tensors of its own, which torch.func wraps
+TRANSFORMED = [
+    name
+    for name in CASES.keys() - {"all_to_all_v"}
+    if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
+    or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
+    or name.startswith(("FieldConv", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_under_torch_func(group, name):
+    """Jvp, vjp, grad and Hessian products are those of autograd, which `test_a_second_derivative...` checks."""
+    case = CASES[name](group.comm)
+    group.fill(case.module)
+    (x,) = case.inputs
+    v = draw(*x.shape, seed=50 + group.rank * (case.together or case.parts))
+
+    def loss(x: Tensor) -> Tensor:
+        y = case.value(x)
+        y = y[0] if isinstance(y, tuple | list) else y
+        total = torch.sin(y + 0.3 * group.rank * case.together).sum()
+        return tplayers.reduce_from_tensor_parallel_region(total, group.comm) if case.terms else total
+
+    leaf = x.clone().requires_grad_()
+    y = case.value(leaf)
+    w = torch.zeros_like(y).requires_grad_()
+    (transposed,) = torch.autograd.grad(y, leaf, w, create_graph=True)
+    (tangent,) = torch.autograd.grad(transposed, w, v)
+    torch.testing.assert_close(torch.func.jvp(case.value, (x,), (v,))[1], tangent)
+    ones = torch.ones_like(y)
+    (expected,) = torch.autograd.grad(y, leaf, ones)
+    torch.testing.assert_close(torch.func.vjp(case.value, x)[1](ones)[0], expected)
+
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    torch.testing.assert_close(torch.func.grad(loss)(x), gradient.detach())
+    (product,) = torch.autograd.grad(gradient, leaf, v)
+    if not case.parts and not case.terms:  # a Hessian product of what is whole, or terms of one sum
+        found = torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1]
+        torch.testing.assert_close(found, product)
+    torch.testing.assert_close(torch.func.vjp(torch.func.grad(loss), x)[1](v)[0], product)
 
 
 @pytest.mark.mpi(min_size=2)

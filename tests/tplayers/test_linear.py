@@ -195,13 +195,3 @@ def test_frozen_parameters(group, random, close):
     close(x.grad, x_grad)
     assert layer.weight.grad is None
     assert layer.bias.grad is None
-
-
-@pytest.mark.mpi(min_size=2)
-def test_differentiating_twice_raises(group, random):
-    for layer, shape in ((column(group), (3, IN)), (row(group), (3, IN // group.size))):
-        group.fill(layer)
-        x = random(*shape).requires_grad_()
-        (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            gradient.square().sum().backward()

@@ -224,16 +224,6 @@ def test_reduce_own_of_a_tensor_that_something_saved_raises(group):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("region", DEFINITIONS)
-def test_differentiating_twice_raises(group, region):
-    """Autograd does not see collectives: a second derivative would be silently wrong."""
-    x = torch.ones(SHAPE, requires_grad=True)
-    (gradient,) = torch.autograd.grad(region(x, group.comm, 0).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.square().sum().backward()
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "region", [tplayers.scatter_to_tensor_parallel_region, tplayers.reduce_scatter_to_sequence_parallel_region]
 )

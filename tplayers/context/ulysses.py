@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from commengine import Communicator
 from commengine.cost import copies_of_groups
-from tplayers.functions import one_derivative
+from tplayers.adjoint_pair import apply_pair
 
 
 def whole_sequences(
@@ -35,12 +34,12 @@ def whole_sequences(
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     # [b, heads, s, d] -> [receiver, its heads, b, s, d]
     parts = [one.unflatten(1, (size, -1)).permute(1, 2, 0, 3, 4) for one in (q, k, v)]  # type: ignore[no-untyped-call]
-    arrived = _Exchanged.apply(torch.cat(parts, 1), comm)  # type: ignore[no-untyped-call]
+    arrived = _exchanged(torch.cat(parts, 1), comm)
     whole = arrived.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [b, heads, s, d], of all ranks' positions
-    result = core(*whole.split([part.shape[1] for part in parts], 1))
+    result = core(*torch.split(whole, [part.shape[1] for part in parts], 1))
     # [b, heads, s, d] -> [receiver, heads, b, its positions, d]
     back = result.unflatten(2, (size, -1)).permute(2, 1, 0, 3, 4).contiguous()  # type: ignore[no-untyped-call]
-    returned: Tensor = _Exchanged.apply(back, comm)  # type: ignore[no-untyped-call]
+    returned: Tensor = _exchanged(back, comm)
     return returned.flatten(0, 1).transpose(0, 1)
 
 
@@ -49,32 +48,24 @@ def shards_for_rows(x: Tensor, comm: Communicator) -> Tensor:
 
     c: ``comm.size``, which must divide the shards. One all-to-all forward, and one backward. Every rank must call it.
     """
-    parts: Tensor = _Exchanged.apply(x.unflatten(0, (comm.size, -1)).contiguous(), comm)  # type: ignore[no-untyped-call]
+    parts: Tensor = _exchanged(x.unflatten(0, (comm.size, -1)).contiguous(), comm)  # type: ignore[no-untyped-call]
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def rows_for_shards(x: Tensor, comm: Communicator) -> Tensor:
     """The way back of `shards_for_rows`."""
     parts = x.unflatten(1, (comm.size, -1)).transpose(0, 1).contiguous()  # type: ignore[no-untyped-call]
-    found: Tensor = _Exchanged.apply(parts, comm)  # type: ignore[no-untyped-call]
+    found: Tensor = _exchanged(parts, comm)
     return found.flatten(0, 1)
 
 
-class _Exchanged(torch.autograd.Function):
+def _exchanged(x: Tensor, comm: Communicator) -> Tensor:
     """Row r of x [ranks, ...] to rank r. The transposed operator is the same one."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return _exchanged(x, comm)
+    def exchange(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        comm.all_to_all(received, x)
+        return received
 
-    @staticmethod
-    @one_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad.contiguous(), ctx.comm), None
-
-
-def _exchanged(x: Tensor, comm: Communicator) -> Tensor:
-    received = torch.empty_like(x)
-    comm.all_to_all(received, x)
-    return received
+    return apply_pair(x, exchange, exchange)

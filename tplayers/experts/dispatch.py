@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from tplayers.functions import one_derivative
+from tplayers.functions import PlainForm, differentiable, in_forward_dtypes
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,24 @@ class _Rows(torch.autograd.Function):
         return x.index_select(0, dispatch.tokens)
 
     @staticmethod
-    @one_derivative
+    @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         first, *others = ctx.dispatch.places.unbind(1)
         found = grads[0].index_select(0, first)
         for places in others:
             found += grads[0].index_select(0, places)
         return found, None
+
+
+def _plain_combined(ctx: Any) -> PlainForm:
+    places = ctx.dispatch.places
+
+    def plain(rows: Tensor, weights: Tensor) -> tuple[Tensor]:
+        factors = weights.to(rows.dtype)
+        terms = [rows[places[:, number]] * factors[:, number : number + 1] for number in range(places.shape[1])]
+        return (sum(terms[1:], start=terms[0]),)
+
+    return plain, [*ctx.saved_tensors, None]
 
 
 class _Combined(torch.autograd.Function):
@@ -81,7 +92,7 @@ class _Combined(torch.autograd.Function):
         return found
 
     @staticmethod
-    @one_derivative
+    @differentiable(_plain_combined)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
         (grad,), dispatch = grads, ctx.dispatch

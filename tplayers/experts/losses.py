@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from tplayers.functions import one_derivative
 
 from .routing import Routing
 
@@ -125,7 +124,6 @@ class _Attached(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
-    @one_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dtype, device = ctx.of
         return grads[0], torch.full((), ctx.scale, dtype=dtype, device=device), None

@@ -108,7 +108,12 @@ class FieldConv(_Convolution):
         weight, bias = self.summed_parameters()
         if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
             return convolve_together(x, weight, bias, self._halo)
-        return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
+        try:
+            return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
+        except RuntimeError as error:
+            if "setup_context" not in str(error):  # it is called under torch.func, and has done nothing
+                raise
+            return convolve_together(x, weight, bias, self._halo)
 
 
 class FieldConvTranspose(_Convolution):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.functions import one_derivative
+from tplayers.adjoint_pair import apply_pair
+from tplayers.functions import in_forward_dtypes
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import sum_together
@@ -213,18 +215,41 @@ def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     """
     if comm.size == 1 or not parameters:
         return parameters
-    return _Replicated.apply(comm, *parameters)  # type: ignore[no-untyped-call, no-any-return]
+    try:
+        return _Replicated.apply(comm, *parameters)  # type: ignore[no-untyped-call, no-any-return]
+    except RuntimeError as error:
+        if "setup_context" not in str(error):  # it is called under torch.func
+            raise
+        total = functools.partial(_total, comm)
+        return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)
+
+
+def _total(comm: Communicator, x: Tensor) -> Tensor:
+    found = x.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(found)
+    return found
+
+
+def _summed(comm: Communicator, x: Tensor, tie: Tensor | None = None) -> Tensor:
+    """The sum over the ranks. What they compute of it are terms of one sum, so it is its own adjoint."""
+    total = functools.partial(_total, comm)
+    return apply_pair(x, total, total, tie)
 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
+        # They lead a derivative of the gradients here; their values do not count.
+        ctx.save_for_backward(*parameters)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @one_derivative
+    @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            pairs = zip(grads, ctx.saved_tensors, strict=True)
+            return None, *(_summed(ctx.comm, grad, tie) for grad, tie in pairs)
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

@@ -1,4 +1,4 @@
-"""The ranks compare their tensors before an operator moves them: one small all-gather, and one error on every rank."""
+"""The ranks compare their tensors before an operator moves them: one small all-reduce, and one error on every rank."""
 
 from __future__ import annotations
 
@@ -61,39 +61,41 @@ def compare(
     """
     if root is not None:
         check_root(operation, comm, root)
-    mine = torch.zeros(4 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
+    mine = [0] * (4 + _MOST_DIMENSIONS)
     if x is not None and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS:
-        head = [1 + _DTYPES.index(x.dtype), int(wants_gradient(x)), int(x.is_cpu), x.dim()]
-        mine[: 4 + x.dim()] = torch.tensor([*head, *x.shape], dtype=torch.int64, device="cpu")
-    everybody = torch.empty(comm.size * len(mine), dtype=torch.int64, device="cpu")
-    comm.all_gather(everybody, mine)
-    records = [tuple(record) for record in everybody.view(comm.size, -1).tolist()]
-    counted = records if root is None else [records[root]]
-    for rank, record in zip(range(comm.size) if root is None else [root], counted, strict=True):
-        if not record[0]:
+        mine[: 4 + x.dim()] = 1 + _DTYPES.index(x.dtype), int(wants_gradient(x)), int(x.is_cpu), x.dim(), *x.shape
+    if root is not None and comm.rank != root:
+        mine = [0] * len(mine)
+    low, high = comm.extremes(mine)
+    record = high  # the root's, as the others gave zeros
+    dims = record[3]
+    at = None if along is None or not -dims <= along < dims else along % dims
+    # Whether a gradient is wanted, and the size along ``at``, may differ.
+    differing = {1, None if at is None else 4 + at}
+    unlike = any(low[place] != high[place] for place in range(len(mine)) if place not in differing)
+    if not high[0] or (root is None and (not low[0] or unlike)):
+        raise ValueError(_difference(operation, comm, mine, root, at))
+    sizes = () if at is None else tuple(comm.each_number(mine[4 + at]))
+    shape = record[4 : 4 + dims]
+    if at is not None:
+        shape[at] = mine[4 + at]
+    return Compared(_DTYPES[record[0] - 1], tuple(shape), sizes, bool(record[2]), bool(high[1]), operation)
+
+
+def _difference(operation: str, comm: Communicator, mine: list[int], root: int | None, at: int | None) -> str:
+    """Why the ranks' tensors do not fit together. Collective."""
+    columns = [comm.each_number(number) for number in mine]
+    records = list(zip(*columns, strict=True))
+    for rank in range(comm.size) if root is None else [root]:
+        if not records[rank][0]:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(
+            return (
                 f"{operation}: rank {rank} gave no tensor of at most {_MOST_DIMENSIONS} dimensions and one of the "
                 f"dtypes {names}"
             )
-    first = counted[0]
-    dims = first[3]
-    at = None if along is None or not -dims <= along < dims else along % dims
-    differing = {1, None if at is None else 4 + at}  # whether a gradient is wanted, and the size along ``at``
-    alike = {tuple(value for place, value in enumerate(record) if place not in differing) for record in counted}
-    if len(alike) > 1:
-        told = ", ".join(f"{list(r[4 : 4 + r[3]])} of {_DTYPES[r[0] - 1]}" for r in counted[:16])
-        except_in = "" if at is None else f" except in dimension {at}"
-        raise ValueError(f"{operation}: the ranks' tensors must be alike{except_in}; by rank they are {told}")
-    own = counted[comm.rank] if root is None else first
-    return Compared(
-        _DTYPES[own[0] - 1],
-        tuple(own[4 : 4 + dims]),
-        () if at is None else tuple(record[4 + at] for record in counted),
-        bool(own[2]),
-        any(record[1] for record in counted),
-        operation,
-    )
+    told = ", ".join(f"{list(r[4 : 4 + r[3]])} of {_DTYPES[r[0] - 1]}" for r in records[:16])
+    except_in = "" if at is None else f" except in dimension {at}"
+    return f"{operation}: the ranks' tensors must be alike{except_in}; by rank they are {told}"
 
 
 def wants_gradient(x: Tensor) -> bool:

@@ -54,8 +54,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from commengine import Communicator, Decomposition
+from tplayers.adjoint_pair import Pair, apply_pair
 
-from .adjoint_pair import Pair, apply_pair
 from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
 from .plan import halo_plan, repartition_plan
 from .transfer import transfer, transfer_adjoint

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Event, Stream
+from tplayers.adjoint_pair import Pair, apply_pair
 from tplayers.functions import one_derivative
 
-from .adjoint_pair import Pair, apply_pair
 from .compared import compare, wants_gradient
 from .plan import BlockPart, TransferPlan
 
