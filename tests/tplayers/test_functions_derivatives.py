@@ -301,50 +301,62 @@ def test_every_export_has_a_case_or_nothing_to_differentiate():
     assert (named | NO_FUNCTIONS) - exported == set()
 
 
+class Twice:
+    """A loss of a case, and a penalty on its gradients, which may be differentiated."""
+
+    def __init__(self, case: Case, group: Group) -> None:
+        self.case, self.group = case, group
+        self.parameters = dict(case.module.named_parameters())
+        self.placements = tplayers.placements(case.module)
+        self.leaves = [x.requires_grad_() for x in (*case.inputs, *self.parameters.values())]
+        #: of each leaf: each rank has a part; each rank has one term of its gradient
+        self.parts = [case.parts] * len(case.inputs) + [one.sharded for one in self.placements.values()]
+        self.partial = [False] * len(case.inputs) + [one.partial for one in self.placements.values()]
+        kinds = (range(len(case.inputs)), range(len(case.inputs), len(self.leaves)))
+        #: the numbers of the inputs, and of the parameters
+        self.kinds = [numbers for numbers in kinds if numbers]
+
+    def of_all(self, term: Tensor) -> Tensor:
+        """The sum of the ranks' terms, which each of them then has."""
+        return term if self.case.together else tplayers.reduce_from_tensor_parallel_region(term, self.group.comm)
+
+    def first(self, numbers: range, **options: Any) -> list[Tensor]:
+        case, total = self.case, torch.zeros((), dtype=F64)
+        values = case.value(*case.inputs)
+        for number, y in enumerate(values if isinstance(values, list | tuple) else [values]):
+            term = torch.sin(y + 0.3 * self.group.rank * case.together).sum()
+            total = total + (self.of_all(term) if number in case.terms else term)
+        return torch.autograd.grad(total, [self.leaves[n] for n in numbers], allow_unused=True, **options)
+
+    def penalty(self, gradients: list[Tensor | None], numbers: range) -> Tensor:
+        total = torch.zeros((), dtype=F64)
+        for g, number in zip(gradients, numbers, strict=True):
+            if g is not None:
+                term = (self.of_all(g) if self.partial[number] else g).pow(3).sum()
+                total = total + (self.of_all(term) if self.parts[number] else term)
+        return total
+
+    def second(self, gradients: list[Tensor | None], numbers: range) -> tuple[Tensor | None, ...]:
+        """The gradients of the penalty by all leaves."""
+        return torch.autograd.grad(self.penalty(gradients, numbers), self.leaves, allow_unused=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_derivative_is_right_or_an_error(group, name):
     case = CASES[name](group.comm)
     group.fill(case.module)
     torch.manual_seed(1)
-    parameters = dict(case.module.named_parameters())
-    leaves = [x.requires_grad_() for x in (*case.inputs, *parameters.values())]
-    placements = tplayers.placements(case.module)
-    parts = [case.parts] * len(case.inputs) + [one.sharded for one in placements.values()]
-    partial = [False] * len(case.inputs) + [one.partial for one in placements.values()]
+    twice = Twice(case, group)
     ways = [draw(*x.shape, seed=70 + group.rank * (case.together or case.parts)) for x in case.inputs]
-    ways += [placements[name].part(draw(*placements[name].shape, seed=80)) for name in parameters]
-
-    def of_all(term: Tensor) -> Tensor:
-        """The sum of the ranks' terms, which each of them then has."""
-        return term if case.together else tplayers.reduce_from_tensor_parallel_region(term, group.comm)
-
-    def first(over: list[Tensor], **options: Any) -> list[Tensor]:
-        values = case.value(*case.inputs)
-        total = torch.zeros((), dtype=F64)
-        for number, y in enumerate(values if isinstance(values, list | tuple) else [values]):
-            term = torch.sin(y + 0.3 * group.rank * case.together).sum()
-            total = total + (of_all(term) if number in case.terms else term)
-        return torch.autograd.grad(total, over, allow_unused=True, **options)
-
-    def penalty(gradients: list[Tensor | None], numbers: range) -> Tensor:
-        total = torch.zeros((), dtype=F64)
-        for g, number in zip(gradients, numbers, strict=True):
-            if g is not None:
-                term = (of_all(g) if partial[number] else g).pow(3).sum()
-                total = total + (of_all(term) if parts[number] else term)
-        return total
-
-    for numbers in (range(len(case.inputs)), range(len(case.inputs), len(leaves))):
-        over = [leaves[number] for number in numbers]
-        if not over:
-            continue
-        plain = first(over)
-        gradients = first(over, create_graph=True)
+    ways += [twice.placements[name].part(draw(*twice.placements[name].shape, seed=80)) for name in twice.parameters]
+    for numbers in twice.kinds:
+        plain = twice.first(numbers)
+        gradients = twice.first(numbers, create_graph=True)
         torch.testing.assert_close([g for g in gradients if g is not None], [g for g in plain if g is not None])
         problem = None
         try:
-            second = torch.autograd.grad(penalty(gradients, numbers), leaves, allow_unused=True)
+            second = twice.second(gradients, numbers)
         except RuntimeError as error:
             problem = str(error)
             assert "no second derivative" in problem or "not implemented" in problem, problem
@@ -355,32 +367,81 @@ def test_a_second_derivative_is_right_or_an_error(group, name):
         # What all ranks hold counts once. Parameters that layers of fields share have the gradient of all losses.
         slope = sum(
             float((g * way).sum())
-            for number, (g, way) in enumerate(zip(second, ways, strict=True))
+            for n, (g, way) in enumerate(zip(second, ways, strict=True))
             if g is not None
-            and (group.rank == 0 or parts[number] or partial[number] or (case.together and number < len(case.inputs)))
+            and (group.rank == 0 or twice.parts[n] or twice.partial[n] or (case.together and n < len(case.inputs)))
         )
         sides = []
         for sign in (1, -1):
             with torch.no_grad():
-                for leaf, way in zip(leaves, ways, strict=True):
+                for leaf, way in zip(twice.leaves, ways, strict=True):
                     leaf += sign * STEP * way
-            sides.append(float(penalty(first(over), numbers).detach()))
+            sides.append(float(twice.penalty(twice.first(numbers), numbers).detach()))
             with torch.no_grad():
-                for leaf, way in zip(leaves, ways, strict=True):
+                for leaf, way in zip(twice.leaves, ways, strict=True):
                     leaf -= sign * STEP * way
         truth = (sides[0] - sides[1]) / (2 * STEP) * (case.together or group.rank == 0)
         found, expected = (sum(group.comm.mpi.allgather(one)) for one in (slope, truth))
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (found, expected)
 
 
+#: layers and models of which every rank has the whole input
+WHOLE = [
+    name
+    for name in CASES
+    if name.split(",")[0] in (
+        "LayerNorm", "RMSNorm", "ColumnParallelLinear", "ReplicatedLinear", "MLP", "MoE", "SwiGLU", "SelfAttention",
+        "TransformerBlock", "VocabParallelEmbedding", "GPT", "Transformer", "BERT", "BERTSequenceClassifier",
+        "BERTMultipleChoice", "BERTSpans",
+    ) and name not in ONCE and name != "ColumnParallelLinear, a shard"
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("name", WHOLE)
+def test_second_derivatives_are_those_of_one_rank(group, alone, name):
+    """To 1e-12 of the largest one of a leaf, for five drawn inputs."""
+    both = [(one, CASES[name](one.comm)) for one in (group, alone)]
+    for one, case in both:
+        one.fill(case.module)
+    for number in range(5 if both[0][1].inputs else 1):
+        found = []
+        for one, case in both:
+            case.inputs = [draw(*x.shape, seed=1000 * number + 7 + place) for place, x in enumerate(case.inputs)]
+            twice = Twice(case, one)
+            for numbers in twice.kinds:
+                gradients = twice.first(numbers, create_graph=True)
+                value = twice.penalty(gradients, numbers).detach()
+                found.append((value, twice.second(gradients, numbers), twice))
+        for (value, mine, twice), (expected, whole, _) in zip(
+            found[: len(found) // 2], found[len(found) // 2 :], strict=True
+        ):
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+            placed = [None] * len(twice.case.inputs) + [*twice.placements.values()]
+            for n, (g, of_whole) in enumerate(zip(mine, whole, strict=True)):
+                if g is None or of_whole is None:
+                    assert g is of_whole is None or not (g if of_whole is None else of_whole).any()
+                    continue
+                g = twice.of_all(g.detach()) if twice.partial[n] else g
+                one = placed[n]
+                part = of_whole if one is None else one.part(of_whole)
+                scale = float(of_whole.abs().max())
+                torch.testing.assert_close(g, part, rtol=0, atol=1e-12 * max(scale, 1.0))
+
+
 #: what torch.func takes, too: all that is linear in its input, pooling, and losses of it. An all_to_all_v tells counts
 #: in tensors of its own, which torch.func wraps
 TRANSFORMED = [
     name
-    for name in CASES.keys() - {"all_to_all_v"}
-    if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
-    or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-    or name.startswith(("FieldConv", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+    for name in CASES
+    if name != "all_to_all_v"
+    and (
+        name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
+        or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
+        or name.startswith(("FieldConv", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+    )
 ]  # fmt: skip
 
 

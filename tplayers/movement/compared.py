@@ -75,9 +75,10 @@ def compare(
     unlike = any(low[place] != high[place] for place in range(len(mine)) if place not in differing)
     if not high[0] or (root is None and (not low[0] or unlike)):
         raise ValueError(_difference(operation, comm, mine, root, at))
-    sizes = () if at is None else tuple(comm.each_number(mine[4 + at]))
-    shape = record[4 : 4 + dims]
+    shape, sizes = record[4 : 4 + dims], tuple[int, ...]()
     if at is not None:
+        alike = low[4 + at] == high[4 + at]
+        sizes = (high[4 + at],) * comm.size if alike else tuple(comm.each_number(mine[4 + at]))
         shape[at] = mine[4 + at]
     return Compared(_DTYPES[record[0] - 1], tuple(shape), sizes, bool(record[2]), bool(high[1]), operation)
 
