@@ -223,3 +223,18 @@ def test_description_longer_than_its_record(mpi_world):
         with pytest.raises(CollectiveMismatch):
             comm.all_reduce(tensor, "sum" if comm.rank == 0 else "max")
         comm.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_numbers_of_all_ranks(mpi_world, checked):
+    drawn = [
+        [int(n) for n in torch.randint(-(2**62), 2**62, (5,), generator=torch.Generator().manual_seed(rank))]
+        for rank in range(mpi_world.size)
+    ]
+    with Communicator(mpi_world, checked=checked) as comm:
+        columns = list(zip(*drawn, strict=True))
+        assert comm.extremes(drawn[comm.rank]) == ([*map(min, columns)], [*map(max, columns)])
+        assert comm.extremes([]) == ([], [])
+        assert comm.each_number(drawn[comm.rank][0]) == list(columns[0])
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.extremes([1])
