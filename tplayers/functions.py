@@ -68,7 +68,8 @@ def in_forward_dtypes(backward: Callable[..., Any]) -> Callable[..., Any]:
     return uncast
 
 
-#: the plain form of a Function: from its inputs that are differentiated to its outputs
+#: the plain form of a Function: from its inputs that are differentiated to its outputs, or to the first of them, if no
+#: other is differentiable
 Plain = Callable[..., tuple[Tensor, ...]]
 
 
@@ -129,8 +130,9 @@ def _gradients(plain: Plain, count: int) -> Plain:
     """The gradients of ``plain`` by its ``count`` inputs: a function of these and of the gradients of its outputs."""
 
     def gradients(*both: Tensor) -> tuple[Tensor, ...]:
-        inputs, grads = both[:count], both[count:]
+        inputs = both[:count]
         outputs = plain(*inputs)
+        grads = both[count : count + len(outputs)]
         return torch.autograd.grad(outputs, inputs, grads, create_graph=True, materialize_grads=True)
 
     return gradients

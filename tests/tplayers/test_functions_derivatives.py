@@ -168,6 +168,18 @@ def not_fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return value
 
 
+def in_a_row(make: Callable[[Communicator], Case]) -> Callable[[Communicator], Case]:
+    """The layer twice, so that its second input depends on the parameters of which it has the gradient."""
+
+    def case(comm: Communicator) -> Case:
+        found = make(comm)
+        once = found.value
+        found.value = lambda x: once(torch.sin(once(x)))
+        return found
+
+    return case
+
+
 RANDOMNESS = tplayers.Randomness(5, 17, (1, 2))
 X = (S, B, H)
 #: the exported name (with a remark), and its case
@@ -279,6 +291,17 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
         lambda x, grid, whole: tplayers.transfer_adjoint(x, plan_of(grid, whole), grid.comm), 5
     ),
     "start_transfer": started,
+}  # fmt: skip
+CASES |= {
+    f"{name}, twice": in_a_row(CASES[name])
+    for name in (
+        "LayerNorm", "RMSNorm", "MLP", "SwiGLU", "MoE", "SelfAttention", "TransformerBlock", "FieldBatchNorm",
+        "FieldGroupNorm", "FieldLayerNorm", "FieldAvgPool",
+    )
+} | {
+    "FieldConv, twice": in_a_row(
+        of_field(lambda grid, whole: tplayers.FieldConv(2, 2, 3, grid, whole, padding=1, dtype=F64))
+    ),
 }  # fmt: skip
 #: those of which a second derivative is an error that says so
 ONCE = {

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
-from tplayers.functions import in_forward_dtypes
+from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
@@ -87,6 +87,16 @@ def convolve_together(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: 
     )
 
 
+def _plain_convolution(ctx: Any) -> PlainForm:
+    x, weight, *_ = ctx.saved_tensors
+    bias = weight.new_zeros(len(weight)) if ctx.biased else None  # no gradient depends on its values
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
+        return (convolve_together(x, weight, bias, ctx.geometry),)
+
+    return plain, [x, weight, bias, None, None]
+
+
 class ConvolveApart(torch.autograd.Function):
     """`convolve_together` in two convolutions; on ``stream`` the halo travels while the block is convolved."""
 
@@ -109,17 +119,11 @@ class ConvolveApart(torch.autograd.Function):
         return y
 
     @staticmethod
-    @in_forward_dtypes
+    @differentiable(_plain_convolution)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         geometry, grad = ctx.geometry, grads[0]
         x, weight, *reads = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
-            y = convolve_together(x, weight, None, geometry)
-            wanted = [one for one, need in ((x, need_x), (weight, need_weight)) if need]
-            found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
-            of_x, of_weight = (next(found) if need else None for need in (need_x, need_weight))
-            return of_x, of_weight, grad.sum((0, *range(2, x.dim()))) if need_bias else None, None, None
         halo, of_slabs = geometry.empty_halo(x), []
         for (outputs, place), read in zip(geometry.slabs, reads, strict=True):
             mask = (need_x, need_weight, False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Communicator, Decomposition
 from commengine.dtypes import wide
-from tplayers.functions import in_forward_dtypes, widened
+from tplayers.functions import PlainForm, differentiable, in_forward_dtypes, widened
 from tplayers.movement.operators import all_reduce
 from tplayers.placement import Constant, Placement, add_parameter
 
@@ -221,6 +221,20 @@ def _again(x: Tensor, dims: tuple[int, ...], ctx: Any) -> Tensor:
     return deviation * (mean(deviation.square()) + float(ctx.eps)).rsqrt()
 
 
+def _plain_batch_norm(ctx: Any) -> PlainForm:
+    x, weight, bias, *_ = ctx.saved_tensors
+    comm, shape = ctx.comm, (-1, *(1,) * (x.dim() - 2))
+
+    def plain(x: Tensor, *parameters: Tensor) -> tuple[Tensor]:
+        y = _again(x, (0, *range(2, x.dim())), ctx)
+        if parameters:
+            factor, addend = (one.view(shape) for one in replicated(comm, *parameters))
+            y = torch.addcmul(addend, y, factor)
+        return (y.to(x.dtype),)
+
+    return plain, [x, weight, bias, None, None, None]
+
+
 class _BatchNormalise(torch.autograd.Function):
     """Batch normalisation by torch's own kernels, with statistics and sums of all ranks."""
 
@@ -238,19 +252,10 @@ class _BatchNormalise(torch.autograd.Function):
         return y, mean, var
 
     @staticmethod
-    @in_forward_dtypes
+    @differentiable(_plain_batch_norm)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, mean, var = ctx.saved_tensors
+        x, weight, _, mean, var = ctx.saved_tensors
         grad = grads[0]
-        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
-            y = _again(x, (0, *range(2, x.dim())), ctx)
-            if weight is not None:
-                shape = (-1, *(1,) * (x.dim() - 2))
-                factor, addend = (p.view(shape) for p in replicated(ctx.comm, weight, bias))
-                y = torch.addcmul(addend, y, factor)
-            wanted = [one for one, need in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if need]
-            found = iter(torch.autograd.grad(y.to(x.dtype), wanted, grad, create_graph=True))
-            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         scale = None if weight is None else wide(weight)
         ones = torch.ones_like(mean) if scale is None else scale
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
