@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,20 +126,25 @@ class CartesianGrid(OwnsCommunicators):
         CollectiveError on every rank if the blocks do not fit together: ranks with one coordinate on an axis must have
         equally many points on this axis.
         """
-        axes = len(self.shape)
+        mine = [int(points) for points in local_shape]
+        unfit = len(mine) != len(self.shape) or min(mine, default=0) < 0
+        # For each axis and each of its coordinates the most and, negated, the fewest points of a rank there.
+        starts = list(itertools.accumulate(self.shape, initial=0))
+        most, fewest = [-1] * starts[-1], [-(2**62)] * starts[-1]
+        for start, c, points in zip(starts, self.coords, mine, strict=False):
+            most[start + c], fewest[start + c] = points, -points
+        ends = array("q", (*most, *fewest, unfit))
         with self.comm._making("decomposition_of") as comm:
-            shapes = comm.allgather([int(points) for points in local_shape])
-        blocks = [[-1] * extent for extent in self.shape]
-        for rank, shape in enumerate(shapes):
-            for sizes, c, points in zip(blocks, self.coords_at(rank), shape, strict=False):
-                sizes[c] = points if sizes[c] in (-1, points) else -2
-        if any(len(shape) != axes for shape in shapes) or min(map(min, blocks), default=0) < 0:
+            comm.Allreduce(load_mpi().IN_PLACE, (ends, load_mpi().INT64_T), load_mpi().MAX)
+            most, fewest = ends[: starts[-1]].tolist(), [-end for end in ends[starts[-1] : -1]]
+            shapes = comm.allgather(mine) if ends[-1] or most != fewest else []
+        if shapes:
             told = ", ".join(f"{shape} at {list(self.coords_at(rank))}" for rank, shape in enumerate(shapes[:16]))
             raise CollectiveError(
                 f"the blocks of the ranks are not those of one field on a grid of shape {list(self.shape)}: {told}. "
                 "Ranks with the same coordinate on an axis must have equally many points on this axis"
             )
-        return Decomposition(tuple(map(tuple, blocks)))
+        return Decomposition(tuple(tuple(most[start:stop]) for start, stop in itertools.pairwise(starts)))
 
     def close(self) -> None:
         """Close the Communicator that `from_mpi` or `sub` made; otherwise do nothing. Collective; may be repeated."""

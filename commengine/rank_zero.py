@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from .communicator import Communicator
 from .errors import UsageError, one_line
+from .mpi import load_mpi
 
 T = TypeVar("T")
 
@@ -65,7 +66,8 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     except (UsageError, ValueError, OSError) as error:
         problem = one_line(error) or repr(error)
     with world._making("on_every_rank") as comm:
-        told = next(filter(None, comm.allgather(problem)), None)
-    if told is not None:
+        first = comm.allreduce(world.rank if problem else world.size, load_mpi().MIN)
+        told = comm.bcast(problem, first) if first < world.size else ""
+    if told:
         raise UsageError(told)
     return result

@@ -42,7 +42,7 @@ def reduce_chunks(wire: MpiWire, tensor: Tensor, op: str) -> tuple[Tensor, tuple
     """Let each rank reduce one chunk of the flat tensor. Returns this rank's chunk, and MPI's buffer for all chunks."""
     base, extra = divmod(tensor.numel(), wire.size)
     counts = [base + (rank < extra) for rank in range(wire.size)]
-    starts = [sum(counts[:rank]) for rank in range(wire.size)]
+    starts = [base * rank + min(rank, extra) for rank in range(wire.size)]
     mine = counts[wire.rank]
     parts = tensor.new_empty((wire.size, mine))
     (sent, datatype), (received, _) = wire.moved(tensor), wire.moved(parts)

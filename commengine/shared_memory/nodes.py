@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,14 @@ class Node:
         return len(self.table) == 1
 
 
+def nodes_of(first: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each node. first: for each rank the first rank of its node."""
+    nodes: dict[int, list[int]] = {}
+    for rank, leader in enumerate(first):
+        nodes.setdefault(leader, []).append(rank)
+    return list(nodes.values())
+
+
 def find_node(comm: MPI.Intracomm) -> Node | None:
     """Return this rank's node. Collective over ``comm``.
 
@@ -50,7 +60,10 @@ def find_node(comm: MPI.Intracomm) -> Node | None:
     with making_communicators():
         local: Any = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
     mine = ranks_in(local, comm)
-    table = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in comm.allgather(mine)})]
+    # Each rank tells the first rank of its node: 4 bytes.
+    first = array("i", bytes(4 * comm.size))
+    comm.Allgather((array("i", mine[:1]), load_mpi().INT), (first, load_mpi().INT))
+    table = nodes_of(first)
     if len(mine) == 1 or any(len(ranks) != len(mine) for ranks in table):
         local.Free()
         return None

@@ -1,8 +1,9 @@
 """Batch, group and layer normalisation of split fields.
 
-Each rank computes the mean of its points and their squared deviations from it; one all-gather of the two, and they are
-merged as in Chan et al. 1979, so that no large sums cancel. The backward has one all-reduce of two sums. The statistics
-are sums in torch's cascaded order: ``torch.var_mean`` is as exact, and many times slower on a host.
+Each rank computes the mean of its points and their squared deviations from it, and they are merged as in Chan et al.
+1979, so that no large sums cancel: after one all-gather of the two, or on many ranks by two all-reduces. The backward
+has one all-reduce of two sums. The statistics are sums in torch's cascaded order: ``torch.var_mean`` is as exact, and
+many times slower on a host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from tplayers.movement.operators import all_reduce
 from tplayers.placement import Constant, Placement, add_parameter
 
 from .layer import FieldLayer, replicated
+
+#: on more ranks statistics are reduced, and not gathered: a rank then gets as much whatever their number
+GATHERED = 16
 
 
 class _FieldNorm(FieldLayer):
@@ -184,6 +188,13 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     mean = mean.view_as(squares)
     if comm.size == 1:
         return mean, squares / points
+    if comm.size > GATHERED:
+        factor = mine / points
+        total = mean * factor
+        comm.all_reduce(total)
+        var = squares / points + (mean - total).square() * factor
+        comm.all_reduce(var)
+        return total, var
     share = torch.full((1,), mine / points, dtype=x.dtype, device=x.device)  # not from the host: that would wait
     part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
     ranks = part.new_empty(comm.size, part.numel())

@@ -85,12 +85,8 @@ def halo_plan(source: Decomposition, rank: int, ranges: Ranges, padding: Sequenc
         )
     if [len(ends) for ends in ranges] != list(source.grid_shape):
         raise ValueError(f"the ranges are not those of a grid of shape {list(source.grid_shape)}")
-    runs = [
-        [_runs(source, axis, start, stop, padding[axis]) for start, stop in ends] for axis, ends in enumerate(ranges)
-    ]
     coords = grid_coords(rank, source.grid_shape)
-    target_shape = tuple(stop - start for start, stop in (ends[c] for ends, c in zip(ranges, coords, strict=True)))
-    return _plan(source, rank, source.grid_shape, runs, target_shape)
+    return _plan(source, rank, source.grid_shape, coords, ranges, padding)
 
 
 def repartition_plan(source: Decomposition, target: Decomposition, rank: int) -> TransferPlan:
@@ -104,38 +100,43 @@ def repartition_plan(source: Decomposition, target: Decomposition, rank: int) ->
             f"shape {list(target.shape)} on a grid of shape {list(target.grid_shape)}: the shapes and the numbers of "
             "ranks must be equal"
         )
-    runs = [
-        [_runs(source, axis, start, stop, "zeros") for start, stop in itertools.pairwise(target.bounds(axis))]
-        for axis in range(len(source.blocks))
-    ]
-    target_shape = target.local_shape(grid_coords(rank, target.grid_shape))
-    return _plan(source, rank, target.grid_shape, runs, target_shape)
+    axes, there = range(len(source.blocks)), grid_coords(rank, target.grid_shape)
+    ranges = [list(itertools.pairwise(target.bounds(axis))) for axis in axes]
+    return _plan(source, rank, target.grid_shape, there, ranges, ["zeros" for _ in axes])
 
 
 def _plan(
     source: Decomposition,
     rank: int,
     target_grid: tuple[int, ...],
-    runs: list[list[list[_Run]]],
-    target_shape: tuple[int, ...],
+    there: tuple[int, ...],
+    ranges: Ranges,
+    padding: Sequence[str],
 ) -> TransferPlan:
-    """Plan from the runs of each axis and each coordinate of the target's grid."""
-    here, there = grid_coords(rank, source.grid_shape), grid_coords(rank, target_grid)
+    """Plan that the place ``there`` of the target's grid, which is this rank's, gets its range of each axis."""
+    here, axes = grid_coords(rank, source.grid_shape), range(len(ranges))
+    beyond = [_beyond(source.bounds(axis)[-1], axis, ranges[axis], padding[axis]) for axis in axes]
+    mine: list[list[tuple[int, _Run]]] = [[]]
+    if math.prod(source.local_shape(here)):
+        mine = [
+            _reads_of(source.bounds(axis), ranges[axis], padding[axis], here[axis], beyond=beyond[axis])
+            for axis in axes
+        ]
+    target_shape = tuple(stop - start for start, stop in (ends[c] for ends, c in zip(ranges, there, strict=True)))
+    wanted: list[list[_Run]] = []
+    if math.prod(target_shape):
+        wanted = [_runs(source.bounds(axis), *ranges[axis][there[axis]], padding[axis]) for axis in axes]
     sends: dict[int, list[BlockPart]] = {}
     receives: dict[int, list[BlockPart]] = {}
     kept, covered = [], 0
     # Two ranks list the pieces of one message in the same order: that of the runs of the receiving rank.
-    for chosen in itertools.product(*(runs[axis][c] for axis, c in enumerate(there))):
+    for chosen in itertools.product(*wanted) if wanted else ():
         piece, sender = _piece(chosen), grid_rank([run.owner for run in chosen], source.grid_shape)
         covered += math.prod(run.length for run in chosen)
         if sender == rank:
             kept.append(piece)
         else:
             receives.setdefault(sender, []).append(piece)
-    mine = [
-        [(c, run) for c, of_one in enumerate(runs[axis]) for run in of_one if run.owner == here[axis]]
-        for axis in range(len(here))
-    ]
     for pairs in itertools.product(*mine):
         receiver = grid_rank([c for c, _ in pairs], target_grid)
         if receiver != rank:
@@ -150,32 +151,58 @@ def _plan(
     )
 
 
-def _runs(source: Decomposition, axis: int, start: int, stop: int, padding: str) -> list[_Run]:
-    """Return the runs of one axis for the positions from ``start`` to ``stop`` - 1, in ascending order."""
+def _beyond(extent: int, axis: int, ends: Sequence[tuple[int, int]], padding: str) -> bool:
+    """Return whether a rank's range of ``axis`` takes values beyond the array. Raises ValueError, on every rank."""
     if padding not in PADDINGS:
         raise ValueError(f"padding={padding!r} must be one of {', '.join(PADDINGS)}")
-    if stop < start:
-        raise ValueError(f"the range from {start} to {stop} of axis {axis} ends before it begins")
-    bounds = source.bounds(axis)
+    for start, stop in ends:
+        if stop < start:
+            raise ValueError(f"the range from {start} to {stop} of axis {axis} ends before it begins")
+    most = max((max(-start, stop - extent) for start, stop in ends if start < stop), default=0)
+    beyond = most > 0 and padding != "zeros"
+    if beyond and (extent < 1 or (padding == "reflect" and most >= extent)):
+        raise ValueError(f"axis {axis} has {extent} points: too few for padding={padding!r} of width {most}")
+    return beyond
+
+
+def _reads_of(
+    bounds: Sequence[int], ends: Sequence[tuple[int, int]], padding: str, here: int, *, beyond: bool
+) -> list[tuple[int, _Run]]:
+    """Return (coordinate, run) of all runs of one axis that take points of the block ``here``.
+
+    Of most coordinates it looks at the ends alone, so that a plan takes hardly longer where there are many.
+    """
+    extent, low, high = bounds[-1], bounds[here], bounds[here + 1]
+    return [
+        (c, run)
+        for c, (start, stop) in enumerate(ends)
+        if (start < high and stop > low) or (beyond and (start < 0 or stop > extent))
+        for run in _runs(bounds, start, stop, padding, range(here, here + 1))
+        if run.owner == here
+    ]
+
+
+def _runs(bounds: Sequence[int], start: int, stop: int, padding: str, owners: range | None = None) -> list[_Run]:
+    """Return the runs of one axis for the positions from ``start`` to ``stop`` - 1, in ascending order.
+
+    owners: of the blocks whose own positions count; None: from the first that has any.
+    """
     extent = bounds[-1]
-    runs = _outside(source, axis, range(start, min(stop, 0)), start, padding)
-    for owner in range(max(0, bisect_right(bounds, max(start, 0)) - 1), len(bounds) - 1):  # from the first that has any
+    runs = _outside(bounds, range(start, min(stop, 0)), start, padding)
+    for owner in owners or range(max(0, bisect_right(bounds, max(start, 0)) - 1), len(bounds) - 1):
         if bounds[owner] >= stop:
             break
         first, last = max(bounds[owner], start), min(bounds[owner + 1], stop)
         if first < last:
             runs.append(_Run(owner, first - bounds[owner], first - start, last - first, 1))
-    return runs + _outside(source, axis, range(max(start, extent), stop), start, padding)
+    return runs + _outside(bounds, range(max(start, extent), stop), start, padding)
 
 
-def _outside(source: Decomposition, axis: int, positions: range, start: int, padding: str) -> list[_Run]:
+def _outside(bounds: Sequence[int], positions: range, start: int, padding: str) -> list[_Run]:
     """Return the runs for ``positions`` on one side of the array. start: the first position of the whole range."""
     if padding == "zeros" or not positions:
         return []
-    extent, bounds = source.shape[axis], source.bounds(axis)
-    most = max(-positions[0], positions[-1] - extent + 1)
-    if extent < 1 or (padding == "reflect" and most >= extent):
-        raise ValueError(f"axis {axis} has {extent} points: too few for padding={padding!r} of width {most}")
+    extent = bounds[-1]
     runs: list[_Run] = []
     for position in positions:
         if padding == "circular":
@@ -184,7 +211,7 @@ def _outside(source: Decomposition, axis: int, positions: range, start: int, pad
             index = -position if position < 0 else 2 * (extent - 1) - position
         else:
             index = min(max(position, 0), extent - 1)
-        owner = source.owner(axis, index)
+        owner = bisect_right(bounds, index) - 1  # which is never empty
         at = index - bounds[owner]
         if runs and runs[-1].owner == owner:
             last = runs[-1]

@@ -38,7 +38,10 @@ def test_evaluation_uses_the_running_statistics(grid, field):
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "layer"])
-def test_a_large_mean_does_not_cancel_in_float32(grid, field, kind):
+@pytest.mark.parametrize("most", [1, 16])
+def test_a_large_mean_does_not_cancel_in_float32(grid, field, kind, most, monkeypatch):
+    """Also where statistics are reduced, as on many ranks."""
+    monkeypatch.setattr("tplayers.fields.norm.GATHERED", most)
     layer = {
         "batch": lambda: tplayers.FieldBatchNorm(4, grid, field),
         "group": lambda: tplayers.FieldGroupNorm(2, 4, grid, field),
