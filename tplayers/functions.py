@@ -100,7 +100,7 @@ def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[...,
             several = tuple(None if one is None else next(found) for one in inputs)
             return tuple(one if wanted else None for one, wanted in zip(several, ctx.needs_input_grad, strict=False))
 
-        return any_order
+        return in_forward_dtypes(any_order)
 
     return decorate
 

@@ -251,6 +251,7 @@ def column_parallel_products(
 ) -> tuple[Tensor, ...]:
     """`column_parallel_linear` for several layers, by these ``products``. layers: the weight and the bias of each."""
     x, *tensors = lowered(x, *layers)
+    x = x.contiguous() if split else x  # here, where autograd sees it
     return _ColumnParallelLinears.apply(x, comm, split, stream, products, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -284,8 +285,6 @@ class _ColumnParallelLinears(torch.autograd.Function):
         *layers: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = layers[::2], layers[1::2]
-        if split:
-            x = x.contiguous()
         ctx.save_for_backward(x, *weights)
         ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
         ctx.with_bias = [bias is not None for bias in biases]

@@ -247,7 +247,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             pairs = zip(grads, ctx.saved_tensors, strict=True)
             return None, *(_summed(ctx.comm, grad, tie) for grad, tie in pairs)
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
