@@ -12,7 +12,6 @@ PROGRAMS = {
     "step": "trace training steps: what each collective moved and took, beside the formulas",
     "replay": "run the collectives of a recorded step again, without its compute",
     "predict": "predict a training step on a machine that a file describes, such as this one",
-    "scale": "measure what set-up costs a rank of a group that is not there: of 64 to 16,384 ranks",
     "doctor": "say on one page what a job has to run on, and what does not fit",
     "gpu": "what a GPU does: speed, the cost of all-reduces, overlap, a profile, losses",
     "contest": "prove this project's own figures against other libraries (in the repository only)",

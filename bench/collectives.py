@@ -24,11 +24,12 @@ The operation send goes one way, from each rank of the first half of a group to 
 both ways: each rank sends to the next one of a ring, and receives. Of an all_to_all_v the exchange of the counts is
 measured, too; its size is the largest buffer of a rank, and its bandwidth that of the busiest one (--skew).
 
-Three parts have options of their own, which --help tells:
+Four parts have options of their own, which --help tells:
 
     mpiexec -n 2 python -m bench.collectives --only overhead          # what the engine adds to an all-reduce of MPI
     mpiexec -n 2 python -m bench.collectives --only experts           # rows to experts, by an all_to_all_v or gathered
     mpiexec -n 2 python -m bench.collectives --only switch-points     # from which sizes it leaves MPI on this machine
+    python -m bench.collectives --only set-up                         # what set-up costs one rank of up to 16,384
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study import experts, overhead, switch_points
+from bench.collective_study import experts, overhead, set_up, switch_points
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
@@ -68,7 +69,7 @@ GROUPS = ("world", "tensor", "data")
 #: by default all buffers together take at most 1 / MEMORY_SHARE of the memory
 MEMORY_SHARE = 8
 #: the parts that run alone
-ALONE = {"overhead": overhead, "switch-points": switch_points, "experts": experts}
+ALONE = {"overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up}
 #: the transports that every machine has
 DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
 

@@ -248,6 +248,7 @@ right() {
     moe='--disable-bias-linear --num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001'
     train moe 1 60 --device $device $moe
     train moe_tp2_staged 2 60 $staged $moe --tensor-model-parallel-size 2 --sequence-parallel
+    train moe_ep2_staged 2 60 $staged $moe --expert-model-parallel-size 2 --use-distributed-optimizer
     train bf16 1 60 --device $device --bf16
     find_two_ranks
     if [ -n "$two_ranks" ]; then
@@ -261,10 +262,11 @@ right() {
         train cp2_ring_nccl 2 60 --device $device $cp2 p2p
         train cp2_gather_nccl 2 60 --device $device $cp2 all_gather
         train cp2_ring_bf16 2 60 --device $device $cp2 p2p --bf16
+        train moe_ep2_nccl 2 60 --device $device $moe --expert-model-parallel-size 2
         with=''
     else
         for name in tp2_nccl dp2_nccl pp2_nccl pp2_interleaved_nccl cp2_a2a_nccl cp2_ring_nccl cp2_gather_nccl \
-            cp2_ring_bf16; do
+            cp2_ring_bf16 moe_ep2_nccl; do
             left_out $name "$why"
         done
     fi

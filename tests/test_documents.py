@@ -60,7 +60,7 @@ FILES_OF_THE_READER = (
 PARTS = {
     "fit": "bench.study.fitting", "report": "bench.study.reporting",
     "overhead": "bench.collective_study.overhead", "switch-points": "bench.collective_study.switch_points",
-    "experts": "bench.collective_study.experts",
+    "experts": "bench.collective_study.experts", "set-up": "bench.collective_study.set_up",
 }  # fmt: skip
 #: the commands that pass options on to a training run: its settings
 TRAINERS = {"norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}

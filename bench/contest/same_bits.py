@@ -32,7 +32,7 @@ from bench.command.start import progress
 from bench.contest.parts.base import Case, Contest
 from bench.contest.parts.grid import ALONE, COLUMNS, RUNS, GridRun, cells, wrong
 from bench.contest.parts.on_ranks import new_folder, on_some
-from bench.contest.parts.tiny_run import LLAMA, MODELS, PRECISIONS, SETTINGS, Digests, run, unlike
+from bench.contest.parts.tiny_run import DENSE, LLAMA, PRECISIONS, SETTINGS, Digests, run, unlike
 from commengine import Communicator, UsageError
 from commengine.rank_zero import on_rank_zero
 from trainers.files.reading import read_json
@@ -138,7 +138,7 @@ class SameBitsContest(Contest):
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """The part of the grid that is wanted."""
-        add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(default: all)")
+        add("--models", nargs="+", choices=DENSE, default=list(DENSE), help="(default: all)")
         add("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS), help="(default: all)")
         add("--runs", type=int, valid=between(1, RUNS), default=1, help="with other options each, at each size; with "
             f"{RUNS} each size has the options in every combination")  # fmt: skip

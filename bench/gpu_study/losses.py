@@ -47,6 +47,8 @@ COMPARISONS = (
     Comparison("dp2_nccl", "dp2_staged", FP32, optional=True),
     Comparison("moe", "moe_cpu", FP32),
     Comparison("moe_tp2_staged", "moe", FP32),
+    Comparison("moe_ep2_staged", "moe", FP32),
+    Comparison("moe_ep2_nccl", "moe", FP32, optional=True),
     Comparison("pp2_staged", "cuda", FP32),
     Comparison("pp2_nccl", "pp2_staged", FP32, optional=True),
     Comparison("pp2_interleaved_nccl", "pp2_staged", FP32, optional=True),

@@ -78,10 +78,10 @@ class Trainer:
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
         # Without these groups their ranks would each count all losses, or have gradients of nobody else's experts.
-        for axis, group in (("context", "context"), ("expert", "expert_group")):
+        for axis, group, said in (("context", "context", "a context"), ("expert", "expert_group", "an expert")):
             if getattr(model, group, None) is None:
                 others = (one for one in (*AXES, "expert") if one != axis)
-                grid.require_axes(f"Trainer of a model without its {axis} group", *others)
+                grid.require_axes(f"Trainer of a model without {said} group", *others)
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .tiny_run import MODELS, PRECISIONS, RunLayout
+from .tiny_run import DENSE, PRECISIONS, RunLayout
 
 ALONE = RunLayout(1, 1)
 #: tensor-parallel and data-parallel sizes
@@ -105,7 +105,7 @@ def cells(models: Sequence[str], precisions: Sequence[str], runs: int = RUNS) ->
     """
     cases = [
         (number, model, precision)
-        for number, (model, precision) in enumerate(itertools.product(MODELS, PRECISIONS))
+        for number, (model, precision) in enumerate(itertools.product(DENSE, PRECISIONS))
         if model in models and precision in precisions
     ]
     for run in range(runs):

@@ -56,6 +56,8 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "bert": {}, "llama": LLAMA, "experts": EXPERTS}
+#: those of the whole grid
+DENSE = ("gpt", "bert", "llama")
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
 

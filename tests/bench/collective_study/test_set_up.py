@@ -1,12 +1,12 @@
-"""bench.scale: its stand-in for MPI gives what MPI gives equal ranks, and no call gets more than a few words a rank."""
+"""bench.collectives --only set-up: its stand-in gives what MPI gives, and no call gets more than a few words a rank."""
 
 import json
 from array import array
 
 import pytest
 
-from bench.command.start import STATUS
-from bench.scale import OneOfMany, main, measured
+from bench.collective_study.set_up import OneOfMany, main, measured
+from commengine import Communicator, UsageError
 from commengine.shared_memory.nodes import nodes_of
 
 
@@ -44,8 +44,16 @@ def test_nodes_are_told_by_their_first_ranks():
     assert nodes_of([0, 1, 0, 1, 4]) == [[0, 2], [1, 3], [4]]
 
 
-def test_the_command_writes_its_table(tmp_path, capsys):
-    assert main(["--ranks", "64", "128", "--output", str(tmp_path / "s.md"), "--json", str(tmp_path / "s.json")]) == 0
+@pytest.fixture
+def alone():
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+def test_the_command_writes_its_table(alone, tmp_path, capsys):
+    with Communicator(alone) as world:
+        main(world, ["--ranks", "64", "128", "--output", str(tmp_path / "s.md"), "--json", str(tmp_path / "s.json")])
     out = capsys.readouterr().out
     assert out == (tmp_path / "s.md").read_text() and "| Communicator.compare |" in out and "bytes at 128" in out
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
@@ -53,8 +61,9 @@ def test_the_command_writes_its_table(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("wrong", ["65", "96", "32"])
-def test_other_sizes_are_named(wrong, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--ranks", wrong])
-    assert ended.value.code == STATUS
-    assert f"--ranks {wrong}: must be a power of two of at least 64" in capsys.readouterr().err
+def test_other_sizes_are_named(alone, wrong):
+    with (
+        Communicator(alone) as world,
+        pytest.raises(UsageError, match=f"--ranks {wrong}: must be a power of two of at least 64"),
+    ):
+        main(world, ["--ranks", wrong])

@@ -1,6 +1,6 @@
 """What set-up costs on thousands of ranks, of which one is here: its time and the bytes that it sends and gets.
 
-    python -m bench.scale
+    python -m bench.collectives --only set-up
 
 Each row is a call that all ranks of a group make together, before or between the collectives of a program. This process
 plays one rank in the middle of a group. Its MPI is a stand-in: a reduction gives back what this rank gave, and a gather
@@ -23,11 +23,10 @@ import torch
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
-from bench.command.start import run_alone, user_errors
-from commengine import CartesianGrid, GridLayout
+from commengine import CartesianGrid, Communicator, GridLayout
 from commengine.agreement import agree, each_number, extremes
 from commengine.grid import AXES
-from commengine.rank_zero import on_every_rank
+from commengine.rank_zero import on_every_rank, on_rank_zero
 from commengine.shared_memory.nodes import nodes_of
 from tplayers import FieldConv, SpectralConv
 from tplayers.fields.norm import moments
@@ -36,7 +35,7 @@ from tplayers.movement.compared import compare
 from tplayers.movement.plan import repartition_plan
 from trainers.options import COUNT, OneLineParser
 
-COMMAND = "bench.scale"
+COMMAND = "bench.collectives --only set-up"
 RANKS = (64, 1024, 16384)
 #: ranks of a node
 NODE = 64
@@ -191,19 +190,16 @@ def parser() -> OneLineParser:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report. Returns the exit status."""
-    with user_errors(COMMAND):
+def main(world: Communicator, argv: Sequence[str]) -> None:
+    """Measure, print and write, on rank 0. Collective over ``world``."""
+
+    def report() -> None:
         arguments = parser().parse_args(argv)
         wrong = next((size for size in arguments.ranks if size % NODE or not math.log2(size).is_integer()), None)
         if wrong is not None:
             raise ValueError(f"--ranks {wrong}: must be a power of two of at least {NODE}")
-        found = measured(arguments.ranks)
-    told = environment(COMMAND)
-    text = "\n".join([*heading("Set-up at ranks that are not there", told), "", *table(found, arguments.ranks), ""])
-    publish(text, told | {"rows": found}, output=arguments.output, json_file=arguments.json)
-    return 0
+        found, told = measured(arguments.ranks), environment(COMMAND, argv)
+        text = "\n".join([*heading("Set-up at ranks that are not there", told), "", *table(found, arguments.ranks), ""])
+        publish(text, told | {"rows": found}, output=arguments.output, json_file=arguments.json)
 
-
-if __name__ == "__main__":
-    run_alone(main)
+    on_rank_zero(world, report)
