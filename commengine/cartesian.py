@@ -123,11 +123,16 @@ class CartesianGrid(OwnsCommunicators):
         """Return the decomposition of which every rank gives its own block: the solver's, however it made it.
 
         local_shape: the points of this rank's block along each axis of the grid. Collective over the grid. Raises
-        CollectiveError on every rank if the blocks do not fit together: ranks with one coordinate on an axis must have
-        equally many points on this axis.
+        CollectiveError on every rank if a rank gives no such numbers, or if the blocks do not fit together: ranks with
+        one coordinate on an axis must have equally many points on this axis.
         """
-        mine = [int(points) for points in local_shape]
-        unfit = len(mine) != len(self.shape) or min(mine, default=0) < 0
+        try:
+            mine = [operator.index(points) for points in local_shape]
+            told = str(mine)
+        except TypeError:
+            mine, told = [], repr(local_shape)
+        unfit = len(mine) != len(self.shape) or not all(0 <= points < 2**62 for points in mine)
+        mine = [0] * len(mine) if unfit else mine
         # For each axis and each of its coordinates the most and, negated, the fewest points of a rank there.
         starts = list(itertools.accumulate(self.shape, initial=0))
         most, fewest = [-1] * starts[-1], [-(2**62)] * starts[-1]
@@ -137,7 +142,7 @@ class CartesianGrid(OwnsCommunicators):
         with self.comm._making("decomposition_of") as comm:
             comm.Allreduce(load_mpi().IN_PLACE, (ends, load_mpi().INT64_T), load_mpi().MAX)
             most, fewest = ends[: starts[-1]].tolist(), [-end for end in ends[starts[-1] : -1]]
-            shapes = comm.allgather(mine) if ends[-1] or most != fewest else []
+            shapes = comm.allgather(told) if ends[-1] or most != fewest else []
         if shapes:
             told = ", ".join(f"{shape} at {list(self.coords_at(rank))}" for rank, shape in enumerate(shapes[:16]))
             raise CollectiveError(

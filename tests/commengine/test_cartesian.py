@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -140,6 +141,16 @@ def test_bad_input_is_one_error_on_every_rank(world, mpi_world):
     with pytest.raises(CollectiveError, match="Cartesian topology"):
         CartesianGrid.from_mpi(world)
     world.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("wrong", [None, [2.7], [-1], [2**62], [2**63], [2**80], [2, 2], [], "x"], ids=str)
+def test_a_block_of_one_rank_that_is_none_is_an_error_on_every_rank(world, wrong):
+    grid = CartesianGrid(world, (world.size,))
+    told = re.escape(f"{wrong!r} at [{world.size - 1}]")
+    with pytest.raises(CollectiveError, match=rf"not those of one field .*\[2\] at \[0\].*{told}"):
+        grid.decomposition_of(wrong if world.rank == world.size - 1 else [2])
+    assert grid.decomposition_of([2 + world.rank]).blocks == (tuple(range(2, 2 + world.size)),)
 
 
 @pytest.mark.mpi(min_size=2)
