@@ -26,10 +26,15 @@ def apply_pair(
     try:
         out: Tensor = _Linear.apply(x, tie, *operators)[0]  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        if "setup_context" not in str(error):  # nothing has been done: torch.func takes the other form
+        if not refused_by_torch_func(error):
             raise
         out = _Transformed.apply(x, tie, *operators)[0]  # type: ignore[no-untyped-call]
     return out
+
+
+def refused_by_torch_func(error: RuntimeError) -> bool:
+    """Whether ``torch.func`` refused a Function, of which nothing has run then: it takes none with a ctx in forward."""
+    return "setup_context" in str(error)
 
 
 class _Linear(torch.autograd.Function):

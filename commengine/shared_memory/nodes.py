@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from commengine.agreement import each_number
 from commengine.mpi import load_mpi, making_communicators, ranks_in
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ def find_node(comm: MPI.Intracomm) -> Node | None:
     with making_communicators():
         local: Any = comm.Split_type(load_mpi().COMM_TYPE_SHARED, comm.rank)
     mine = ranks_in(local, comm)
-    # Each rank tells the first rank of its node: 4 bytes.
-    first = array("i", bytes(4 * comm.size))
-    comm.Allgather((array("i", mine[:1]), load_mpi().INT), (first, load_mpi().INT))
-    table = nodes_of(first)
+    table = nodes_of(each_number(comm, mine[0], comm.size))
     if len(mine) == 1 or any(len(ranks) != len(mine) for ranks in table):
         local.Free()
         return None

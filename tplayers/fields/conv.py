@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
+from tplayers.adjoint_pair import refused_by_torch_func
 from tplayers.placement import Normal, Placement, add_parameter
 
 from .geometry import Sliding, Transposed
@@ -111,7 +112,7 @@ class FieldConv(_Convolution):
         try:
             return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
         except RuntimeError as error:
-            if "setup_context" not in str(error):  # it is called under torch.func, and has done nothing
+            if not refused_by_torch_func(error):
                 raise
             return convolve_together(x, weight, bias, self._halo)
 

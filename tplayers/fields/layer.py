@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.adjoint_pair import apply_pair
+from tplayers.adjoint_pair import apply_pair, refused_by_torch_func
 from tplayers.functions import in_forward_dtypes
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
@@ -218,7 +218,7 @@ def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     try:
         return _Replicated.apply(comm, *parameters)  # type: ignore[no-untyped-call, no-any-return]
     except RuntimeError as error:
-        if "setup_context" not in str(error):  # it is called under torch.func
+        if not refused_by_torch_func(error):
             raise
         total = functools.partial(_total, comm)
         return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)

@@ -17,6 +17,7 @@ from torch import Tensor
 from commengine.rank_zero import gather_json
 from tplayers import Placement, whole_placements
 from tplayers.rng import generator
+from trainers.training.holders import first_copies
 from trainers.training.trainer import Step, Trainer
 
 #: the end of the names of digests in metrics.jsonl
@@ -68,9 +69,8 @@ def weights_digest(trainer: Trainer) -> int:
     """
     model, grid = trainer.model, trainer.grid
     placed = whole_placements(model)
-    second = getattr(model, "second_copy", None)
-    mine = ((name, parameter.detach()) for name, parameter in model.named_parameters() if name != second)
-    sums = {name: tensor_sum(one, placed[name]) for name, one in mine}
+    mine = first_copies(model, dict(model.named_parameters()))
+    sums = {name: tensor_sum(one.detach(), placed[name]) for name, one in mine.items()}
     split = torch.tensor([number if placed[name].sharded else 0 for name, number in sums.items()])
     grid.tensor.all_reduce(split)
     found = {

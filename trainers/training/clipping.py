@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,28 +44,29 @@ def gradient_norm(
     ranks that hold the same parameters. experts: the expert group, over which the squares of experts are summed; None
     if one of ``shares`` has its ranks. Collective over all groups.
     """
-    here, elsewhere = _by_rank(segments, experts)
-    squares = _sums_of_squares(here)
-    if experts is not None and experts.size > 1:
-        of_experts = _sums_of_squares(elsewhere)
-        experts.all_reduce(of_experts)
-        squares += of_experts
-    for group in shares:
-        group.all_reduce(squares)
+    squares = _summed(_sums_of_squares, segments, shares, experts)
     squares[1] += 0.0 * squares[0]  # NaN if a replicated gradient is not finite on this rank; then all ranks get NaN
     sharded = squares[1:]
     tensor.all_reduce(sharded)
     return float(squares.sum().sqrt())
 
 
-def _by_rank(
-    segments: Sequence[GradientSegment], experts: Communicator | None
-) -> tuple[list[GradientSegment], list[GradientSegment]]:
-    """The segments that all ranks of ``experts`` have, and those of which each has others."""
+def _summed(
+    sums: Callable[[list[GradientSegment]], Tensor], segments: Sequence[GradientSegment],
+    shares: Sequence[Communicator], experts: Communicator | None,
+) -> Tensor:  # fmt: skip
+    """``sums`` of the segments, added up over all ranks but the tensor group. The arguments are as for `gradient_norm`.
+
+    Collective over ``shares`` and ``experts``.
+    """
     apart = experts is not None and experts.size > 1
-    found: tuple[list[GradientSegment], list[GradientSegment]] = ([], [])
-    for segment in segments:
-        found[apart and segment.treatment.expert].append(segment)
+    found = sums([segment for segment in segments if not (apart and segment.treatment.expert)])
+    if experts is not None and apart:
+        of_experts = sums([segment for segment in segments if segment.treatment.expert])
+        experts.all_reduce(of_experts)
+        found += of_experts
+    for group in shares:
+        group.all_reduce(found)
     return found
 
 
@@ -110,19 +112,12 @@ def exact_gradient_norm(
     relative error of the square of a norm over n elements is at most n * 2^-44, and for gradients far smaller: elements
     are seldom that unequal.
     """
-    here, elsewhere = _by_rank(segments, experts)
     groups = (tensor, *shares, *([] if experts is None else [experts]))
-    largest = _largest([grad for segment in segments if (grad := segment.gradient) is not None], groups)
+    largest = _largest(list(itertools.chain(*_by_placement(segments))), groups)
     if largest == 0 or not math.isfinite(largest):
         return largest
     _, exponent = math.frexp(largest)
-    words = _words(here, exponent)
-    if experts is not None and experts.size > 1:
-        of_experts = _words(elsewhere, exponent)
-        experts.all_reduce(of_experts)
-        words += of_experts
-    for group in shares:
-        group.all_reduce(words)
+    words = _summed(lambda some: _words(some, exponent), segments, shares, experts)
     sharded = words[1].clone()
     tensor.all_reduce(sharded)
     high, low = (words[0] + sharded).tolist()

@@ -1,8 +1,11 @@
-"""The runs that the tests of a file compare, each of which is made when a test first asks for it."""
+"""The runs that the tests of a file compare, each of which is made when a test first asks for it; what is compared."""
 
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 
 class Runs:
@@ -32,3 +35,21 @@ class Runs:
         (outcome,) = self._pretrain((ranks, [*words, "--save", self._folders[name]]), **self._more)
         assert not any(outcome.codes), (name, outcome.err)
         self._made.add(name)
+
+
+def measured(folder: Path, rows: Callable[..., list[dict[str, Any]]]) -> dict[tuple[int, str], float]:
+    """The numbers of each row of a run's metrics that do not depend on time. rows: the fixture."""
+    names = ("lm_loss", "mlm_loss", "sop_loss", "load_balancing_loss", "z_loss", "grad_norm", "validation_loss")
+    return {
+        (row["iteration"], name): row[name]
+        for key in ("grad_norm", "validation_loss")
+        for row in rows(folder, key)
+        for name in names
+        if row.get(name) is not None
+    }
+
+
+def weights(folder: Path, iteration: int) -> dict[str, Tensor]:
+    """All parameters of a run's checkpoint."""
+    (found,) = folder.glob(f"iter_*{iteration}")
+    return {name: one for file in found.glob("model*.safetensors") for name, one in load_file(file).items()}

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.support.training.runs import measured, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -16,24 +17,6 @@ LLAMA = [
     "--num-query-groups", "2", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
 ]  # fmt: skip
 WAYS = ("a2a", "p2p", "all_gather")
-
-
-def measured(folder, rows):
-    """The numbers of each row that do not depend on time."""
-    names = ("lm_loss", "mlm_loss", "sop_loss", "grad_norm", "validation_loss")
-    return {
-        (row["iteration"], name): row[name]
-        for key in ("grad_norm", "validation_loss")
-        for row in rows(folder, key)
-        for name in names
-        if row.get(name) is not None
-    }
-
-
-def weights(folder, iteration):
-    """All parameters of a checkpoint."""
-    (found,) = folder.glob(f"iter_*{iteration}")
-    return {name: one for file in found.glob("model*.safetensors") for name, one in load_file(file).items()}
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])

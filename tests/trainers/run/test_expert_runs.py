@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.support.training.runs import measured, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,24 +27,6 @@ LAYOUTS = {
     "pipeline": (4, ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]),
     "context": (4, ["--expert-model-parallel-size", "2", "--context-parallel-size", "2"]),
 }  # fmt: skip
-
-
-def measured(folder, rows):
-    """The numbers of each row that do not depend on time."""
-    names = ("lm_loss", "load_balancing_loss", "z_loss", "grad_norm", "validation_loss")
-    return {
-        (row["iteration"], name): row[name]
-        for key in ("grad_norm", "validation_loss")
-        for row in rows(folder, key)
-        for name in names
-        if row.get(name) is not None
-    }
-
-
-def weights(folder, iteration):
-    """All parameters of a checkpoint."""
-    (found,) = folder.glob(f"iter_*{iteration}")
-    return load_file(found / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
