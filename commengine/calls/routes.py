@@ -141,7 +141,7 @@ class Routes:
             if in_node is None:
                 memory = self.open()
                 in_node = without_place(by_mpi) if memory is None else operation.in_node(memory, by_mpi, *args)
-            in_node(number_of(find(args[1]), args[1]), *args)
+            in_node(number_of(find(args[1]), args[1]) if windows else PRIVATE, *args)
 
         return run
 

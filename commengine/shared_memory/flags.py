@@ -34,8 +34,9 @@ _NUMBERS_AT = LINES_BYTES // 8
 #: the stages of a chunk that goes through slots (`commengine.shared_memory.slots`)
 FILLED, REDUCED = range(2)
 
-#: the place of a tensor that lies in no window
-PRIVATE = -1
+#: the place of a tensor that lies in no window, and of one that its rank has copied into a slot. Below: minus the
+#: address of one that the other ranks read in the memory of its process
+PRIVATE, IN_SLOT = -1, -2
 
 #: the operations that have a way through memory, and those of them that reduce
 IN_MEMORY = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -47,6 +48,18 @@ UNEVEN = ("all_to_all_v", "all_gather_v")
 #: the operations by the number that stands in the flags. "gather_into": an all-gather whose output lies in a window
 _OPERATIONS = (*IN_MEMORY, "gather_into", *UNEVEN)
 _NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
+
+
+#: how many forks lead to this process from the one that began. To ask for a process's number is a system call
+_generation = 0
+
+
+def _forked() -> None:
+    global _generation
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Flags:
@@ -77,7 +90,7 @@ class Flags:
         self._words = _ASKED  # where the words of the present call begin
         self._most_numbers = (len(self._mine) - _NUMBERS_AT) // 2  # words in each of the two sets
         self._checksums: dict[object, int] = {}
-        self._process = os.getpid()
+        self._generation = _generation
         # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
         # seen before what comes after. MPI_Win_sync is one, but needs a window.
         lock = threading.Lock()
@@ -86,7 +99,7 @@ class Flags:
 
     def refuse_child(self) -> None:
         """Raise `TransferError` in a forked child: its parent goes on to use the flags and slots."""
-        if self._process != os.getpid():
+        if self._generation != _generation:
             raise TransferError("a forked child cannot run collectives: the group's rank is its parent process")
 
     @staticmethod
@@ -246,7 +259,7 @@ class Flags:
 def _described(place: int, about: int, _: int) -> str:
     nbytes, operation = divmod(about, 1 << 8)
     where = "of a private tensor"
-    if place != PRIVATE:
+    if place >= 0:
         segment, offset = divmod(place, 1 << 48)
         where = f"at byte {offset} of shared tensor {segment}"
     return f"{_OPERATIONS[operation]} of {nbytes} bytes {where}"

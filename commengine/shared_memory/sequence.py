@@ -20,14 +20,16 @@ class SequenceMemory:
     """What the ranks of a node share for one sequence of collectives: the caller's own, or that of one stream.
 
     flags: by which they meet and compare their calls. slots: for private tensors; None if they are not asked for, or a
-    node has no memory for them. rank, size: this rank's number in its node, and the number of the node's ranks.
-    node: all nodes of the group. windows: those of the group. across: in a group of several nodes, what runs operations
-    between the ranks of this number on all nodes; inside: between those of this node; whole: between all ranks.
+    node has no memory for them. peers: the private memory of the node's ranks; None where it cannot be read, and in a
+    group of several nodes. rank, size: this rank's number in its node, and the number of the node's ranks. node: all
+    nodes of the group. windows: those of the group. across: in a group of several nodes, what runs operations between
+    the ranks of this number on all nodes; inside: between those of this node; whole: between all ranks.
     """
 
     def __init__(self, flags: Flags, slots: Slots | None, windows: SharedTensors, node: Node) -> None:
         self.flags, self.slots, self.windows, self.node = flags, slots, windows, node
         self.rank, self.size = flags.rank, flags.size
+        self.peers = windows.peers if node.alone and slots is not None else None
         self.across: Any = None
         self.inside: Any = None
         self.whole: Any = None

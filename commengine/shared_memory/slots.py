@@ -45,6 +45,7 @@ class Slots:
         self.flags, self.rank, self.size = flags, flags.rank, flags.size
         self.slot_bytes, self._slots = SLOT_BYTES, SLOTS
         self._bytes, self._addresses = segment.parts, segment.addresses
+        self._turns = [[at + slot * self.slot_bytes for at in segment.addresses] for slot in range(self._slots)]
         self._views: dict[tuple[object, ...], Tensor] = {}
         self.chunks = 0  # of all collectives so far
 
@@ -71,17 +72,9 @@ class Slots:
                 take(chunk, slot)
         self.chunks = first + count
 
-    def address(self, rank: int, chunk: int = 0) -> int:
-        """The address of the slot of ``rank`` in which chunk number ``chunk`` of the present collective lies."""
-        return self._addresses[rank] + (self.chunks + chunk + 1) % self._slots * self.slot_bytes
-
-    def post(self, stage: int, chunk: int) -> None:
-        """Tell the other ranks that this rank has done ``stage`` of a chunk of the present collective."""
-        self.flags.post(stage, self.chunks + chunk + 1)
-
-    def wait_for(self, stage: int, chunk: int) -> None:
-        """Wait until every other rank has done ``stage`` of a chunk of the present collective."""
-        self.flags.wait_for(stage, self.chunks + chunk + 1)
+    def addresses(self) -> Sequence[int]:
+        """Return the addresses of all ranks' slots for the next collective, if it has one chunk."""
+        return self._turns[(self.chunks + 1) % self._slots]
 
     def put(self, source: range, slot: int, offset: int = 0) -> None:
         """Copy the bytes at the addresses ``source`` to byte ``offset`` of a slot of this rank."""

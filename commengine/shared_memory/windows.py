@@ -8,6 +8,7 @@ ranks, so the result has the same bits on every rank and in every run.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from commengine.agreement import raise_together
 
 from .files import WAYS
 from .nodes import Node, find_node
+from .peer_memory import PeerMemory
 from .segment import NodeMemory, SharedSegment
 
 if TYPE_CHECKING:
@@ -71,6 +73,14 @@ class SharedTensors:
                     self._node.comm.Free()
                     self._node = None
         return self._node
+
+    @functools.cached_property
+    def peers(self) -> PeerMemory | None:
+        """The private memory of this node's ranks; None, on all of them, if one cannot read another's.
+
+        Collective over the node the first time.
+        """
+        return None if self.node is None else PeerMemory.find(self.node.comm)
 
     def share(self, nbytes: int) -> SharedSegment | None:
         """Return memory of ``nbytes`` bytes a rank, 1 or more; None, on all ranks, if a rank gets none. Collective."""

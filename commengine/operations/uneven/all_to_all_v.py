@@ -16,11 +16,10 @@ from commengine.operations.all_to_all import ALL_TO_ALL
 from commengine.operations.checks import Caller, TensorLike
 from commengine.operations.operation import Run
 from commengine.shared_memory.copying import copy_bytes
-from commengine.shared_memory.flags import PRIVATE
+from commengine.shared_memory.flags import IN_SLOT, PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
 from commengine.stream import DONE, Stream, Work
 
-from .handed import hand_out, take_chunks
 from .rows import (
     Counts,
     Received,
@@ -35,6 +34,12 @@ from .rows import (
     too_many,
 )
 from .two_levels import counts_of, in_two_levels
+
+#: up to so many bytes of a private input, without the rank's own rows, go through a slot. With more, the other ranks
+#: read the input where it lies
+SLOT_MOST = 16 << 10
+
+_NOWHERE: Sequence[int] = ()
 
 
 class AllToAllV(UnevenOperation):
@@ -70,61 +75,65 @@ class AllToAllV(UnevenOperation):
         if memory.across is not None:
             return functools.partial(in_two_levels, memory)
         flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
-        words, told = flags.words_of(self.name, width, input.dtype), flags.told
-        most = 0 if slots is None else slots.slot_bytes
+        words, told, peers = flags.words_of(self.name, width, input.dtype), flags.told, memory.peers
         address_of = memory.windows.address_of
 
         def run(number: int, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
-            source = input.data_ptr()
-            if number == PRIVATE and slots is not None:
+            source, in_slots = input.data_ptr(), _NOWHERE
+            if slots is not None:
                 flags.refuse_child()  # the slot is filled before the ranks compare their calls
-                hand_out(slots, source, input_rows, width, 0)
+                in_slots = slots.addresses()
+                if number == PRIVATE:
+                    before, own = sum(input_rows[:me]) * width, input_rows[me] * width
+                    handed = input.nbytes - own
+                    if handed <= SLOT_MOST:
+                        number = IN_SLOT
+                        if before:
+                            copy_bytes(in_slots[me], source, before)
+                        if handed > before:
+                            copy_bytes(in_slots[me] + before, source + before + own, handed - before)
+                    elif peers is not None:
+                        number = -source
             first = flags.begin_uneven(words, number, input_rows)
+            if slots is not None:
+                slots.chunks += 1
             at, place = first + me, flags.place
-            counts, longest, windows = [], 0, False
-            for peer, one in enumerate(told):
-                counts.append(one[at + 1] - one[at])
-                if one[place] != PRIVATE:
-                    windows = True
-                else:  # the rows that it hands out, and one more, so that none are some
-                    handed = one[first + len(told)] - one[first + peer + 1] + one[first + peer] + 1
-                    longest = max(longest, handed)
+            begins, counts, places = [], [], []
+            for one in told:
+                begin = one[at]
+                begins.append(begin)
+                counts.append(one[at + 1] - begin)
+                places.append(one[place])
             unfit = _unfit(counts, output_rows, output)
-            try:
-                if unfit is not None and longest:
+            if PRIVATE in places:
+                if unfit is not None:
                     output = in_place_of(output, counts)
-                target = output.data_ptr()
-                if longest and slots is None:
-                    by_mpi(output, input, tuple(counts), input_rows)
-                elif longest or unfit is None:
-                    large = (longest - 1) * width > most
-                    for peer, one in enumerate(told):
-                        begin, nbytes, where = one[at], counts[peer] * width, one[place]
-                        if not nbytes:  # an empty input lies anywhere
-                            continue
-                        if peer == me:
-                            base = source
-                        elif where != PRIVATE:
-                            base = address_of(where, peer)
-                        elif large:
-                            target += nbytes
-                            continue
-                        else:
-                            assert slots is not None
-                            base = slots.address(peer)
-                            if peer < me:
-                                begin -= one[first + peer + 1] - one[first + peer]
-                        copy_bytes(target, base + begin * width, nbytes)
-                        target += nbytes
-                    if large:
-                        assert slots is not None
-                        take_chunks(slots, told, first, place, (output.data_ptr(), source), input_rows, width)
-                    elif longest:
-                        assert slots is not None
-                        slots.chunks += 1
-            finally:
-                if windows:
-                    flags.meet_unless(unfit)
+                by_mpi(output, input, tuple(counts), input_rows)
+            else:
+                try:
+                    if unfit is None:
+                        target = output.data_ptr()
+                        for peer, count in enumerate(counts):
+                            if count:  # an empty input lies anywhere
+                                where, begin, nbytes = places[peer], begins[peer] * width, count * width
+                                if peer == me:
+                                    copy_bytes(target, source + begin, nbytes)
+                                elif where == IN_SLOT:
+                                    if peer < me:
+                                        one = told[peer]
+                                        begin -= (one[first + peer + 1] - one[first + peer]) * width
+                                    copy_bytes(target, in_slots[peer] + begin, nbytes)
+                                elif where >= 0:
+                                    copy_bytes(target, address_of(where, peer) + begin, nbytes)
+                                else:
+                                    assert peers is not None
+                                    peers.read(peer, target, begin - where, nbytes)
+                                target += nbytes
+                finally:
+                    if max(places) >= 0:
+                        flags.meet_unless(unfit)
+                    elif min(places) < IN_SLOT:
+                        flags.meet()  # only then may a rank write its input
             if unfit is not None:
                 raise flags.mismatch(unfit)
 
@@ -192,10 +201,10 @@ class AllToAllVCall:
         counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, and on
         all ranks of a node where an input lies in a window.
         """
-        self._calls.refuse_block("exchange_rows")
         received, known = Counts(), self._calls.known
         if known is not None and known.rows("all_to_all_v", output, input, received, input_rows):
             return list(received)  # nobody else gets the list that the next call would fill
+        self._calls.refuse_block("exchange_rows")
         output, input = checked_uneven(self, "exchange_rows", output, input)
         sent = checked_rows(self, "exchange_rows", "input_rows", input_rows, input)
         if output.is_cpu:

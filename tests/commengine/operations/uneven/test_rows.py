@@ -85,11 +85,25 @@ def test_rows_that_do_not_fit_are_an_error_on_every_rank(shared):
     assert y[: 2 * n].tolist() == [rank for rank in range(n) for _ in range(2)]
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_rows_of_private_tensors_that_do_not_fit_are_an_error_on_their_rank(shared, large):
-    """The other ranks have the rows, and wait for nobody. large: they go through a slot in several chunks."""
+@pytest.fixture(params=["read", "forbidden"])
+def large_ways(shared, request, monkeypatch):
+    """Large private tensors are read where they lie, or go by MPI where the kernel forbids it."""
     comm, _ = shared
-    n, me, each = comm.size, comm.rank, 400_000 if large else 2
+    memory = comm._calls.host.open()
+    if memory.peers is None:
+        pytest.skip("the kernel does not let a rank read another one's memory")
+    if request.param == "forbidden":
+        monkeypatch.setattr(memory, "peers", None)
+        comm._calls.host._runs.clear(), comm._calls.host.known.clear()
+    yield
+    comm._calls.host._runs.clear(), comm._calls.host.known.clear()
+
+
+@pytest.mark.parametrize("each", [2, 400_000])
+def test_rows_of_private_tensors_that_do_not_fit_are_an_error_on_their_rank(shared, large_ways, each):
+    """The other ranks have the rows, and wait for nobody."""
+    comm, _ = shared
+    n, me = comm.size, comm.rank
     x = torch.full((each * n,), float(me))
     for rank in range(n):
         wrong = [each + (me == rank and other == 0) for other in range(n)]
@@ -103,12 +117,12 @@ def test_rows_of_private_tensors_that_do_not_fit_are_an_error_on_their_rank(shar
             assert torch.equal(y, torch.arange(n).float().repeat_interleave(each))
 
 
-def test_large_rows_of_private_tensors(shared):
-    """Several chunks of a slot, some ranks with inputs in windows, some with none, and at odd places."""
+def test_large_rows_of_private_tensors(shared, large_ways):
+    """Some ranks have their inputs in windows, some have small ones, some none; they begin at odd places."""
     comm, window = shared
     n, me, draw = comm.size, comm.rank, random.Random(7)
     for case in range(12):
-        counts = [[draw.choice((0, 1, 130_999, 262_145, 300_000)) for _ in range(n)] for _ in range(n)]
+        counts = [[draw.choice((0, 1, 900, 130_999, 300_000)) for _ in range(n)] for _ in range(n)]
         if case % 3 == 0:  # one rank's input is small, and lies in a window
             counts[case % n] = [draw.randrange(5000) for _ in range(n)]
         starts = [draw.randrange(5) for _ in range(n)]
