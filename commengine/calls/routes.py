@@ -23,7 +23,7 @@ from torch import Tensor
 from commengine.host.switch_points import SwitchPoints, kind_of
 from commengine.host.wire import MpiWire
 from commengine.operations.operation import Operation, Run
-from commengine.operations.uneven.rows import UnevenOperation, number_of, without_place
+from commengine.operations.uneven.rows import UnevenOperation
 from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.nodes import Node
 from commengine.shared_memory.sequence import SequenceMemory
@@ -126,22 +126,22 @@ class Routes:
         Its sizes differ between the ranks, so no size decides: the ranks of a node tell each other where their inputs
         lie. Between nodes MPI is as fast unless there are windows.
         """
-        windows, find = shared.segments, shared.find
+        windows = shared.segments
         private: bool | None = None  # whether private tensors go through the memory of the node, without windows too
         in_node: Run | None = None
 
         def run(*args: Any) -> None:
             nonlocal in_node, private
-            if private is None:  # asked in a call, because all ranks answer it together
-                node = None if operation.needs_windows else shared.node
-                private = node is not None and node.alone
-            if not windows and not private:
-                by_mpi(*args)
-                return
             if in_node is None:
+                if private is None:  # asked in a call, because all ranks answer it together
+                    node = None if operation.needs_windows else shared.node
+                    private = node is not None and node.alone
+                if not windows and not private:
+                    by_mpi(*args)
+                    return
                 memory = self.open()
-                in_node = without_place(by_mpi) if memory is None else operation.in_node(memory, by_mpi, *args)
-            in_node(number_of(find(args[1]), args[1]) if windows else PRIVATE, *args)
+                in_node = by_mpi if memory is None else operation.in_node(memory, by_mpi, *args)
+            in_node(*args)
 
         return run
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from commengine.agreement import raise_together
 
 from .files import WAYS
+from .flags import PRIVATE
 from .nodes import Node, find_node
 from .peer_memory import PeerMemory
 from .segment import NodeMemory, SharedSegment
@@ -136,6 +137,16 @@ class SharedTensors:
         found = WindowTensor(segment, index, offset, nbytes, dtype)
         self._found[address, nbytes, dtype] = found
         return found
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of the place of a collective's input, or PRIVATE.
+
+        An empty one is read by nobody, so it may lie anywhere: its place is one in a window, where there are windows.
+        """
+        if not self.segments:
+            return PRIVATE
+        window = self.find(tensor)
+        return window.number if window is not None else PRIVATE if tensor.numel() else 0
 
     def address_of(self, number: int, rank: int) -> int:
         """Return the address, in this process, of place ``number`` (`WindowTensor.number`) of a rank of the node."""

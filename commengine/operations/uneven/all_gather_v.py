@@ -25,7 +25,6 @@ from .rows import (
     in_place_of,
     row_bytes_of,
     starts_of,
-    without_place,
 )
 
 
@@ -50,12 +49,12 @@ class AllGatherV(UnevenOperation):
 
     def in_node(self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, rows: Rows) -> Run:
         if memory.across is not None:
-            return without_place(by_mpi)
+            return by_mpi
         flags, width, me, windows = memory.flags, row_bytes_of(input), memory.rank, memory.windows
         words, told = flags.words_of(self.name, width, input.dtype), flags.told
 
-        def run(number: int, output: Tensor, input: Tensor, rows: Rows) -> None:
-            at = flags.begin_uneven(words, number, (rows[me],)) + 1
+        def run(output: Tensor, input: Tensor, rows: Rows) -> None:
+            at = flags.begin_uneven(words, windows.number_of(input), (rows[me],)) + 1
             unfit = None
             try:
                 given = tuple(one[at] for one in told)

@@ -76,10 +76,10 @@ class AllToAllV(UnevenOperation):
             return functools.partial(in_two_levels, memory)
         flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
         words, told, peers = flags.words_of(self.name, width, input.dtype), flags.told, memory.peers
-        address_of = memory.windows.address_of
+        number_of, address_of = memory.windows.number_of, memory.windows.address_of
 
-        def run(number: int, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
-            source, in_slots = input.data_ptr(), _NOWHERE
+        def run(output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
+            number, source, in_slots = number_of(input), input.data_ptr(), _NOWHERE
             if slots is not None:
                 flags.refuse_child()  # the slot is filled before the ranks compare their calls
                 in_slots = slots.addresses()

@@ -16,9 +16,7 @@ from torch import Tensor
 from commengine.errors import call_error
 from commengine.operations.checks import Caller, TensorLike, check_alike, checked_tensor
 from commengine.operations.operation import Operation, Run
-from commengine.shared_memory.flags import PRIVATE
 from commengine.shared_memory.sequence import SequenceMemory
-from commengine.shared_memory.windows import WindowTensor
 
 
 class Counts(list[int]):
@@ -43,10 +41,7 @@ class UnevenOperation(Operation):
         return self.name, output.dtype, output.shape[1:]
 
     def in_node(self, memory: SequenceMemory, by_mpi: Run, *args: Any) -> Run:
-        """Return what runs calls on ranks that share memory: through windows or slots, and by MPI else.
-
-        It gets the number of the place of the input, before the operation's arguments (`number_of`).
-        """
+        """Return what runs calls on ranks that share memory: through windows or slots, and by MPI else."""
         raise NotImplementedError
 
     def common(self, *args: Any) -> str:
@@ -83,16 +78,6 @@ def too_many(counts: Sequence[int], output: Tensor) -> str | None:
 def in_place_of(output: Tensor, counts: Sequence[int]) -> Tensor:
     """Return memory for the rows that come where they do not fit ``output``: the others must not wait for this rank."""
     return output.new_empty((sum(counts), *output.shape[1:]))
-
-
-def without_place(run: Run) -> Run:
-    """Return ``run`` as one of `UnevenOperation.in_node`."""
-    return lambda number, *args: run(*args)
-
-
-def number_of(window: WindowTensor | None, tensor: Tensor) -> int:
-    """Return the number of the place of a call's input. An empty one is read by nobody, so it may lie anywhere."""
-    return window.number if window is not None else PRIVATE if tensor.numel() else 0
 
 
 def checked_rows(group: Caller, operation: str, argument: str, rows: Sequence[int], tensor: Tensor) -> tuple[int, ...]:

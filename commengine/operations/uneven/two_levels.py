@@ -18,18 +18,18 @@ from .rows import Counts, Received, Rows, in_bytes, in_place_of, row_bytes_of, s
 
 
 def in_two_levels(
-    memory: SequenceMemory, number: int, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows
+    memory: SequenceMemory, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows
 ) -> None:
     """Rank number l of a node collects what all its ranks send to number l of each node, and sends it there.
 
-    So a rank sends one message to each other node, and not one to each of its ranks. number: where the input lies.
+    So a rank sends one message to each other node, and not one to each of its ranks.
     """
     flags, width, table = memory.flags, row_bytes_of(input), memory.node.table
     if isinstance(output_rows, Counts):
         output_rows.extend(counts_of(memory.whole.wire, input_rows))
     words = flags.words_of("all_to_all_v", width, input.dtype)
-    at = flags.begin_uneven(words, number, input_rows)
     ranks, windows = table[memory.node.index], memory.windows
+    at = flags.begin_uneven(words, windows.number_of(input), input_rows)
     unfit, kept = too_many(output_rows, output), None
     try:
         given = [told[at : at + len(input_rows) + 1].tolist() for told in flags.told]
