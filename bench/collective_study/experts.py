@@ -7,10 +7,11 @@ there, and one back. Or it gathers the rows of all ranks, and adds up the result
 whatever k is. On e ranks both send as much at k = e, if rows go to all experts equally often. With a popular expert its
 rank has more to do in the first way, and not in the second.
 
-All tensors lie in windows (--transport shared) or in private memory (engine). Even collectives are measured alone; by
-them commengine.cost predicts both ways at each k, with the popular experts of --skew. All of them take turns in a
-random order, because other programs take memory bandwidth from time to time. The crossover is the k at which the ratio
-of the times passes 1.
+All tensors lie in windows (--transport shared) or in private memory (engine). Each collective is measured alone, and a
+rank has written its input just before, as a layer does: what another core wrote is not in this one's cache. Even
+collectives of some sizes are measured, too; by them commengine.cost predicts both ways at each k, with the popular
+experts of --skew. All of them take turns in a random order, because other programs take memory bandwidth from time to
+time. The crossover is the k at which the ratio of the times passes 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.timing.sampling import Stopping, Timed, Times
 from bench.transports import skew
-from bench.transports.in_process import timed
+from bench.transports.in_process import LocalCall, timed
 from bench.transports.operations import CollectiveCall
 from commengine import Communicator, UsageError, cost
 from commengine.cost import FittedModel
@@ -60,21 +61,29 @@ def parser() -> OneLineParser:
 
 
 @dataclass
-class TimedWay:
-    """A way that can be timed. call: makes it once. meet: lets the ranks begin together."""
+class TimedCall:
+    """A collective that can be timed, each time on an input that this rank has just written.
+
+    call: makes it. input: its. meet: lets the ranks begin together.
+    """
 
     call: Callable[[], object]
+    input: torch.Tensor
     meet: Callable[[], object]
 
     def run(self, count: int) -> tuple[Times, Times]:
-        return timed(self.call, count, self.meet)
+        return timed(self.call, count, self._write)
+
+    def _write(self) -> None:
+        self.input.fill_(1)
+        self.meet()
 
 
 class Ways:
-    """The two ways of moving rows on ``comm``, in the memory of the collectives that are measured alone.
+    """The collectives of the two ways of moving rows on ``comm``.
 
-    memory: two buffers, which hold the rows that are sent and those that arrive. Pages of memory differ in speed, so
-    other memory would be other measurements. tokens, hidden: the rows of a rank and their elements.
+    memory: two buffers, one for the rows that are sent and one for those that arrive, of the collectives that are
+    measured alone: pages of memory differ in speed. tokens, hidden: the rows of a rank and their elements.
     """
 
     def __init__(self, comm: Communicator, memory: tuple[torch.Tensor, torch.Tensor], tokens: int, hidden: int) -> None:
@@ -82,19 +91,24 @@ class Ways:
         self._given, self._arrived = (
             one[: one.numel() // (4 * hidden) * 4 * hidden].view(torch.float32).view(-1, hidden) for one in memory
         )
-        self._returned = torch.zeros_like(self._given)
 
-    def sent(self, rows: Sequence[int]) -> None:
-        """Each row to its experts, and the results back. rows: of this rank, to each rank."""
-        comm, given = self._comm, self._given[: sum(rows)]
-        counts = comm.exchange_rows(self._arrived, given, rows)
-        comm.all_to_all_v(self._returned[: sum(rows)], self._arrived[: sum(counts)], rows, counts)
+    def sent(self, matrix: skew.Matrix) -> list[TimedCall]:
+        """Rows to their experts, with the counts, and the results back."""
+        comm, rows, counts = self._comm, list(matrix[self._comm.rank]), [row[self._comm.rank] for row in matrix]
+        given, results = self._given[: sum(rows)], self._given[: sum(counts)]
+        there = partial(comm.exchange_rows, self._arrived, given, rows)
+        back = partial(comm.all_to_all_v, self._arrived[: sum(rows)], results, rows, counts)
+        return [self._timed(there, given), self._timed(back, results)]
 
-    def gathered(self) -> None:
+    def gathered(self) -> list[TimedCall]:
         """The rows of all ranks to all ranks, and the sums of the results back."""
-        whole = self._arrived[: self._tokens * self._comm.size]
-        self._comm.all_gather(whole, self._given[: self._tokens])
-        self._comm.reduce_scatter(self._returned[: self._tokens], whole)
+        comm, part, whole = self._comm, self._tokens, self._tokens * self._comm.size
+        gather = partial(comm.all_gather, self._arrived[:whole], self._given[:part])
+        reduce = partial(comm.reduce_scatter, self._arrived[:part], self._given[:whole])
+        return [self._timed(gather, self._given[:part]), self._timed(reduce, self._given[:whole])]
+
+    def _timed(self, call: Callable[[], object], input: torch.Tensor) -> TimedCall:
+        return TimedCall(call, input, self._comm.mpi.Barrier)
 
 
 def fitted(times: dict[tuple[str, int], float], ranks: int) -> FittedModel:
@@ -129,21 +143,23 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
         capacity = max(most, *(call.nbytes for call in calls))
         engine = SwitchedEngine(comm, capacity, "alone", window=given["transport"] == "shared")
         ways = Ways(comm, engine.memory, tokens, hidden)
-        timed_ways: list[Timed] = [engine.bind(call, False) for call in calls]
-        timed_ways += [TimedWay(partial(ways.sent, matrix[world.rank]), world.mpi.Barrier) for matrix in matrices]
-        timed_ways.append(TimedWay(ways.gathered, world.mpi.Barrier))
-        medians = [float(np.median(one.seconds)) for one in place.sample(timed_ways, seed=1)]
-        timed_ways.clear()
-        del ways
+        bound = [engine.bind(call, False) for call in calls]
+        alone = [TimedCall(one.invoke, one.input, one.meet) for one in bound if isinstance(one, LocalCall)]
+        timed_calls: list[Timed] = [*alone, *(one for matrix in matrices for one in ways.sent(matrix))]
+        timed_calls += ways.gathered()
+        medians = [float(np.median(one.seconds)) for one in place.sample(timed_calls, seed=1)]
+        timed_calls.clear()
+        del ways, alone, bound
         engine.close()
+    pairs = [one + other for one, other in zip(medians[len(calls) :: 2], medians[len(calls) + 1 :: 2], strict=True)]
     model = fitted(
         {(call.operation, call.nbytes): spent for call, spent in zip(calls, medians, strict=False)}, world.size
     )
     rows: list[dict[str, Any]] = []
-    for (name, k), matrix, spent in zip(cells, matrices, medians[len(calls) : -1], strict=True):
+    for (name, k), matrix, spent in zip(cells, matrices, pairs[:-1], strict=True):
         there, gathered = predicted(model, matrix, tokens, hidden, one_node=not place.by_clock)
         rows.append({
-            "skew": name, "k": k, "sent_s": spent, "gathered_s": medians[-1], "predicted_sent_s": there,
+            "skew": name, "k": k, "sent_s": spent, "gathered_s": pairs[-1], "predicted_sent_s": there,
             "predicted_gathered_s": gathered, "busiest_bytes": 4 * hidden * cost.busiest(matrix),
         })  # fmt: skip
     result |= {"ranks": world.size, "model": model.to_json(), "rows": rows}
@@ -153,9 +169,13 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
 def predicted(
     model: FittedModel, matrix: skew.Matrix, tokens: int, hidden: int, *, one_node: bool
 ) -> tuple[float, float]:
-    """The seconds of both ways by the model: there and back, and gathered."""
+    """The seconds of both ways by the model: there and back, and gathered.
+
+    The model's all_to_all_v was measured with the exchange of its counts.
+    """
     sent = [[4.0 * hidden * count for count in row] for row in matrix]
-    there = cost.there_and_back_seconds(model, sent, shared_memory=one_node)
+    ways = sent, [list(column) for column in zip(*sent, strict=True)]
+    there = sum(cost.all_to_all_seconds(model, one, shared_memory=one_node) for one in ways)
     return there, cost.gathered_seconds(model, 4.0 * hidden * tokens, len(matrix))
 
 

@@ -96,6 +96,11 @@ class LocalCall(Bound):
     def __post_init__(self) -> None:
         self.reset()
 
+    @property
+    def input(self) -> Tensor:
+        """Its input, a view of a buffer."""
+        return self.buffers.views(self.call, self.rank, self.in_place)[0]
+
     def reset(self) -> None:
         self.buffers.reset(self.call, self.rank, self.in_place)
 
