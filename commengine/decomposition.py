@@ -72,7 +72,7 @@ class Decomposition:
                 "points (at least 0) and one number of blocks (at least 1) for each axis"
             )
         pairs = list(zip(shape, grid_shape, strict=True))
-        return Decomposition(tuple(tuple(n // p + (c < n % p) for c in range(p)) for n, p in pairs))
+        return Decomposition(tuple((n // p + 1,) * (n % p) + (n // p,) * (p - n % p) for n, p in pairs))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -19,10 +19,13 @@ Scaled             those next to its centre                            (o + 1/2)
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import numpy as np
 
 #: where a part of an axis begins and ends, in global positions
 Span = tuple[int, int]
@@ -34,7 +37,7 @@ class _Kernel:
     stride: int = 1
     dilation: int = 1
 
-    @property
+    @functools.cached_property
     def reach(self) -> int:
         """The distance from the first to the last input of an output, or if transposed output of an input."""
         return self.dilation * (self.kernel - 1)
@@ -124,10 +127,10 @@ def output_bounds(rule: Rule, sizes: Sequence[int]) -> tuple[int, ...]:
     """
     outputs = max(rule.outputs(sum(sizes)), 0)
     a, b, c = rule.centre()
-    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    starts = np.cumsum((0, *sizes[:-1]))
     # The nearest input of output o is s or later if (a * o + b) / c > s - 1/2.
-    bounds = [max(0, min(((2 * s - 1) * c - 2 * b) // (2 * a) + 1, outputs)) if s else 0 for s in starts]
-    return (*bounds, outputs)
+    bounds = np.clip(((2 * starts - 1) * c - 2 * b) // (2 * a) + 1, 0, outputs) * (starts > 0)
+    return (*bounds.tolist(), outputs)
 
 
 def read_spans(rule: Rule, bounds: Sequence[int]) -> tuple[Span, ...]:

@@ -1,9 +1,10 @@
 """SpectralConv: the convolution of a Fourier neural operator (Li et al. 2021) on a split field.
 
-A Fourier transform needs whole axes. So the axes that no rank splits are transformed first and cut to their modes,
-which makes the rest smaller; then the field changes from blocks in space to some of the channels on each rank, and the
-other axes are transformed. The product mixes all channels of a mode, so for it each rank gets all channels of some
-modes. The way back is the same in the opposite order: four repartitions, two of the field and two of its modes.
+A Fourier transform needs whole lines of the field along an axis. Ranks that differ in their place on this axis alone
+share the lines through their blocks: each of them gets some of these lines as a whole, transforms them, keeps their
+modes, and gives each of the others its share of the modes. So the field becomes the spectrum one axis after another,
+as *pencils*, and a rank exchanges messages with the ranks of its own row in each direction only. In the end a rank has
+all channels of some modes, and the product mixes them. The way back is the same in the opposite order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.movement.plan import repartition_plan
+from tplayers.movement.plan import PartsByRank, TransferPlan, repartition_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import Normal, Placement, add_parameter
 
@@ -57,107 +58,106 @@ class SpectralConv(FieldLayer):
             most = points // 2 + 1 if axis == last else points // 2
             if kept > most:
                 raise ValueError(f"SpectralConv: axis {axis} has {points} points, so at most {most} modes, not {kept}")
-        self._spectrum = tuple(kept if axis == last else 2 * kept for axis, kept in enumerate(self.modes))
-        # Real data needs the half spectrum of the last axis first, so no other axis is transformed before it.
-        alone = [axis for axis, ranks in enumerate(grid.shape) if ranks == 1 and grid.shape[last] == 1]
-        self._early = alone[::-1]
-        self._late = [axis for axis in reversed(range(self.axes)) if axis not in alone]
-        block: list[tuple[int, ...]] = list(input.blocks)
-        for axis in alone:
-            block[axis] = (self._spectrum[axis] * (2 if axis == last else 1),)
-        self._there = _Route(in_channels, block, self._spectrum, grid)
-        self._back = _Route(out_channels, block, self._spectrum, grid)
+        shape = tuple(kept if axis == last else 2 * kept for axis, kept in enumerate(self.modes))
+        self._spectrum = Decomposition.even(shape, grid.shape)
+        # Real data needs the half spectrum of the last axis first. Then axes that no rank splits, to have less to send.
+        self._order = [last, *sorted(range(last), key=lambda axis: (grid.shape[axis] > 1, -axis))]
+        self._there = self._stages(in_channels)
+        self._back = self._there if out_channels == in_channels else self._stages(out_channels)
         scale = 1 / math.sqrt(2 * in_channels)  # the sum over the channels keeps the variance of a mode
-        shape = (in_channels, out_channels, *self._spectrum, 2)
-        add_parameter(self, "weight", Placement(shape, Normal(scale)), dtype)
+        add_parameter(self, "weight", Placement((in_channels, out_channels, *shape, 2), Normal(scale)), dtype)
+
+    def _stages(self, channels: int) -> list[_Lines]:
+        """The lines of each axis, in order, of a field of ``channels`` channels: those before it are a spectrum."""
+        block, stages = list(self.input.local_shape(self.grid.coords)), []
+        for axis in self._order:
+            lines = channels * math.prod(size for other, size in enumerate(block) if other != axis)
+            stages.append(_Lines(self.grid, axis, lines, self.input.blocks[axis], self._spectrum.blocks[axis]))
+            block[axis] = self._spectrum.blocks[axis][self.grid.coords[axis]]
+        return stages
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         (weight,) = replicated(self.grid.comm, self.weight)
-        modes = self._modes_of(x)
-        low, high = self._there.mine
-        matrices = torch.view_as_complex(weight.flatten(2, -2)[:, :, low:high].contiguous())
-        return self._field_of(torch.einsum("bik,iok->bok", modes, matrices))
-
-    def _modes_of(self, x: Tensor) -> Tensor:
-        """All channels of this rank's modes: complex [batch, channels, modes]."""
-        for axis in self._early:
-            x = self._transformed(x, axis)
-        x = transfer(_as_real(x) if self._early else x, self._there.to_channels, self.grid.comm)
-        x = _as_complex(x) if self._early else x
-        for axis in self._late:
-            x = self._transformed(x, axis)
-        return _as_complex(transfer(_as_real(x.flatten(2)), self._there.to_modes, self.grid.comm))
-
-    def _field_of(self, modes: Tensor) -> Tensor:
-        """This rank's block of the real field; the inverse of `_modes_of`, with zeros for the other modes."""
-        x = _as_complex(transfer(_as_real(modes), self._back.from_modes, self.grid.comm))
-        x = x.view(*x.shape[:2], *self._spectrum)
-        for axis in reversed(self._late):
-            x = self._inverse(x, axis)
-        x = transfer(_as_real(x) if self._early else x, self._back.from_channels, self.grid.comm)
-        x = _as_complex(x) if self._early else x
-        for axis in reversed(self._early):
-            x = self._inverse(x, axis)
+        for lines in self._there:
+            x = lines.transformed(x, self._modes_of)
+        mine = weight[(slice(None), slice(None), *self._spectrum.slices(self.grid.coords))]
+        x = torch.einsum("bi...,io...->bo...", x, torch.view_as_complex(mine.contiguous()))
+        for lines in reversed(self._back):
+            x = lines.transformed(x, self._points_of, back=True)
         return x
 
-    def _transformed(self, x: Tensor, axis: int) -> Tensor:
-        dim, kept = 2 + axis, self.modes[axis]
+    def _modes_of(self, x: Tensor, axis: int, dim: int) -> Tensor:
+        """The modes of whole lines along dimension ``dim``."""
+        kept = self.modes[axis]
         if axis == self.axes - 1:
-            return _fft(torch.fft.rfft, x, dim=dim).narrow(dim, 0, kept)
-        x = _fft(torch.fft.fft, x, dim=dim)
+            return _fft(torch.fft.rfft, x, dim).narrow(dim, 0, kept)
+        x = _fft(torch.fft.fft, x, dim)
         return torch.cat((x.narrow(dim, 0, kept), x.narrow(dim, x.shape[dim] - kept, kept)), dim)
 
-    def _inverse(self, x: Tensor, axis: int) -> Tensor:
-        dim, kept, points = 2 + axis, self.modes[axis], self.input.shape[axis]
+    def _points_of(self, x: Tensor, axis: int, dim: int) -> Tensor:
+        """The inverse of `_modes_of`, with zeros for the other modes."""
+        kept, points = self.modes[axis], self.input.shape[axis]
         if axis == self.axes - 1:
-            return _fft(torch.fft.irfft, x, n=points, dim=dim)  # fills up with zeros
-        between = x.new_zeros([points - 2 * kept if d == dim else size for d, size in enumerate(x.shape)])
-        x = torch.cat((x.narrow(dim, 0, kept), between, x.narrow(dim, kept, kept)), dim)
-        return _fft(torch.fft.ifft, x, dim=dim)
+            return _fft(torch.fft.irfft, x, dim, n=points)  # fills up with zeros
+        size = list(x.shape)
+        size[dim] = points - 2 * kept
+        x = torch.cat((x.narrow(dim, 0, kept), x.new_zeros(size), x.narrow(dim, kept, kept)), dim)
+        return _fft(torch.fft.ifft, x, dim)
 
 
-class _Route:
-    """The repartitions of a field of ``channels`` channels: space, some channels on each rank, some modes on each rank.
+class _Lines:
+    """The lines of a field along ``axis`` that pass through this rank's block, which the ranks of its row share.
 
-    block: the sizes of the ranks' blocks along each axis in space. spectrum: the modes along each axis.
+    lines: their number. points, modes: those of an axis that the ranks of the row have, in blocks.
     """
 
-    def __init__(
-        self, channels: int, block: Sequence[tuple[int, ...]], spectrum: Sequence[int], grid: CartesianGrid
-    ) -> None:
-        ranks, rank = grid.size, grid.rank
-        ones = (1,) * len(block)
-        modes = math.prod(spectrum)
-        space = Decomposition(((channels,), *block))
-        split = Decomposition.even(space.shape, (ranks, *ones))
-        flat = Decomposition.even((channels, 2 * modes), (ranks, 1))
-        shares = Decomposition.even((modes,), (ranks,))
-        of_modes = Decomposition(((channels,), tuple(2 * share for share in shares.blocks[0])))
-        self.to_channels = repartition_plan(space, split, rank)
-        self.from_channels = repartition_plan(split, space, rank)
-        self.to_modes = repartition_plan(flat, of_modes, rank)
-        self.from_modes = repartition_plan(of_modes, flat, rank)
-        #: where this rank's modes begin and end
-        self.mine = shares.bounds(0)[rank : rank + 2]
+    def __init__(self, grid: CartesianGrid, axis: int, lines: int, points: Sequence[int], modes: Sequence[int]) -> None:
+        self._axis, self._comm = axis, grid.comm
+        ranks, me = grid.shape[axis], grid.coords[axis]
+        step = math.prod(grid.shape[axis + 1 :])  # from one rank of the row to the next one
+        first = grid.rank - me * step
+
+        def plan(blocks: Sequence[int], *, back: bool) -> TransferPlan:
+            parts = Decomposition(((lines,), tuple(blocks)))
+            whole = Decomposition.even(parts.shape, (ranks, 1))
+            source, target = (whole, parts) if back else (parts, whole)
+            made = repartition_plan(source, target, me)
+
+            def of_grid(messages: PartsByRank) -> PartsByRank:
+                return tuple((first + peer * step, pieces) for peer, pieces in messages)
+
+            return made._replace(sends=of_grid(made.sends), receives=of_grid(made.receives))
+
+        #: from points to modes, and back: what makes lines whole, and what shares them again
+        self._plans: list[tuple[TransferPlan, TransferPlan]] = []
+        if ranks > 1:
+            ways = (points, modes), (modes, points)
+            self._plans = [(plan(given, back=False), plan(made, back=True)) for given, made in ways]
+
+    def transformed(self, x: Tensor, transform: Callable[[Tensor, int, int], Tensor], *, back: bool = False) -> Tensor:
+        """Return the block ``x`` after ``transform`` of whole lines along the axis. Collective.
+
+        transform: gets lines, the axis, and the dimension that they lie along. back: from modes to points.
+        """
+        dim = 2 + self._axis
+        if not self._plans:
+            return transform(x, self._axis, dim)
+        whole, parts = self._plans[back]
+        x = x.movedim(dim, -1)
+        lines = transform(transfer(x.flatten(1, -2), whole, self._comm), self._axis, 2)
+        lines = transfer(lines, parts, self._comm)
+        return lines.reshape(*x.shape[:-1], lines.shape[-1]).movedim(-1, dim)
 
 
-def _fft(transform: Callable[..., Tensor], x: Tensor, **options: int) -> Tensor:
-    """``transform`` of ``x``, which on a rank without channels is empty: MKL refuses to transform nothing.
+def _fft(transform: Callable[..., Tensor], x: Tensor, dim: int, **options: int) -> Tensor:
+    """``transform`` of ``x``, which on a rank without lines is empty: MKL refuses to transform nothing.
 
     The result depends on ``x`` for autograd on this rank, too, because every rank must run the backward.
     """
-    if x.shape[1]:
-        return transform(x, **options)
-    one = x.new_zeros((x.shape[0], 1, *x.shape[2:]))
-    return transform(torch.cat((x, one), 1), **options).narrow(1, 0, 0)
-
-
-def _as_real(x: Tensor) -> Tensor:
-    """[..., n] complex -> [..., 2 n] real."""
-    return torch.view_as_real(x.contiguous()).flatten(-2)
-
-
-def _as_complex(x: Tensor) -> Tensor:
-    """[..., 2 n] real -> [..., n] complex."""
-    return torch.view_as_complex(x.contiguous().view(*x.shape[:-1], x.shape[-1] // 2, 2))
+    if x.numel():
+        return transform(x, dim=dim, **options)
+    line = x.new_ones(x.shape[dim]) + x.sum()
+    size = [1] * x.dim()
+    size[dim] = -1
+    return transform(line, **options).view(size).expand([-1 if d == dim else n for d, n in enumerate(x.shape)])

@@ -10,7 +10,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from commengine import Decomposition
 from commengine.decomposition import grid_coords, grid_rank
@@ -39,6 +39,10 @@ class BlockPart(NamedTuple):
     repeated: tuple[int, ...]
 
 
+#: (rank, pieces) for each message
+PartsByRank: TypeAlias = tuple[tuple[int, tuple[BlockPart, ...]], ...]
+
+
 class TransferPlan(NamedTuple):
     """All that one rank sends, receives and copies, to turn its block into its new block: a linear operator.
 
@@ -49,8 +53,8 @@ class TransferPlan(NamedTuple):
 
     source_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
-    sends: tuple[tuple[int, tuple[BlockPart, ...]], ...]
-    receives: tuple[tuple[int, tuple[BlockPart, ...]], ...]
+    sends: PartsByRank
+    receives: PartsByRank
     kept: tuple[BlockPart, ...]
     filled: bool
 
@@ -158,8 +162,11 @@ def _beyond(extent: int, axis: int, ends: Sequence[tuple[int, int]], padding: st
     for start, stop in ends:
         if stop < start:
             raise ValueError(f"the range from {start} to {stop} of axis {axis} ends before it begins")
-    most = max((max(-start, stop - extent) for start, stop in ends if start < stop), default=0)
-    beyond = most > 0 and padding != "zeros"
+    if padding == "zeros":
+        return False
+    wanted = [span for span in ends if span[0] < span[1]]
+    most = max(-min(wanted)[0], max(stop for _, stop in wanted) - extent) if wanted else 0
+    beyond = most > 0
     if beyond and (extent < 1 or (padding == "reflect" and most >= extent)):
         raise ValueError(f"axis {axis} has {extent} points: too few for padding={padding!r} of width {most}")
     return beyond
