@@ -62,3 +62,45 @@ def equals_torchs(layer, reference, whole: Tensor, grid: CartesianGrid, *, toler
         same_bits(ours.grad, grid, name)
     for name, theirs in reference.named_buffers():
         close(layer.get_buffer(name), theirs, name, tolerance)
+
+
+def second_derivatives_equal_torchs(
+    layer, reference, whole: Tensor, grid: CartesianGrid, *, tolerance: float = TOLERANCE
+) -> None:
+    """Hold the gradients of a penalty on gradients, and a Hessian product, against those of the whole field.
+
+    Both layers have the same parameters. The ranks' penalties are terms of one sum.
+    """
+    whole, x = whole.clone().requires_grad_(), cut(whole, layer.input, grid).requires_grad_()
+    found = []
+    for module, leaf, share in ((reference, whole, 1), (layer, x, grid.size)):
+        leaves = [leaf, *module.parameters()]
+        loss = torch.sin(module(leaf)).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        some = [(g, 1 if number == 0 else share) for number, g in enumerate(first) if g is not None]
+        penalty = sum((g.square().sum() / s for g, s in some), torch.zeros((), dtype=whole.dtype))
+        way = draw(*whole.shape, seed=11)
+        product = first[0] * (way if module is reference else cut(way, layer.input, grid))
+        totals = penalty, product.sum()
+        found += [torch.autograd.grad(one, leaves, allow_unused=True, retain_graph=True) for one in totals]
+    for what, theirs, ours in zip(("penalty", "Hessian product"), found[:2], found[2:], strict=True):
+        names = ["the input", *(name for name, _ in layer.named_parameters())]
+        for name, of_whole, mine in zip(names, theirs, ours, strict=True):
+            of_whole = torch.zeros_like(whole if name == "the input" else mine) if of_whole is None else of_whole
+            mine = torch.zeros_like(x if name == "the input" else of_whole) if mine is None else mine
+            mine = joined(mine, layer.input, grid) if name == "the input" else mine
+            close(mine, of_whole, f"{what} by {name}", tolerance)
+
+
+def tangents_equal_torchs(
+    layer, reference, whole: Tensor, grid: CartesianGrid, *, tolerance: float = TOLERANCE
+) -> None:
+    """Hold forward mode, and ``torch.func.vjp``, against torch's of the whole field, for what is linear or pools."""
+    way = draw(*whole.shape, seed=12)
+    y, tangent = torch.func.jvp(reference, (whole,), (way,))
+    x, mine = cut(whole, layer.input, grid), cut(way, layer.input, grid)
+    close(joined(torch.func.jvp(layer, (x,), (mine,))[1], layer.output, grid), tangent, "jvp", tolerance)
+    weights = draw(*y.shape, seed=13)
+    (expected,) = torch.func.vjp(reference, whole)[1](weights)
+    (found,) = torch.func.vjp(layer, x)[1](cut(weights, layer.output, grid))
+    close(joined(found, layer.input, grid), expected, "vjp", tolerance)
