@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,21 @@ def finished(result: Tensor) -> Tensor:
     fuses the copy with the operation. Outside of `torch.compile` nothing is copied.
     """
     return result.clone() if torch.compiler.is_compiling() else result
+
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Called) -> Called:
+    """Decorate what `torch.compile` runs between its graphs, because its messages have no operators of a graph."""
+
+    @functools.wraps(function)
+    def uncompiled(*args: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **named)  # type: ignore[no-untyped-call]
+        return function(*args, **named)
+
+    return cast("Called", uncompiled)
 
 
 def in_forward_dtypes(backward: Callable[..., Any]) -> Callable[..., Any]:

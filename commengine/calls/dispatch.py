@@ -109,6 +109,7 @@ class Dispatcher:
                 operation.by_nccl(self._nccl, *args)
             else:
                 self._hosted.run(operation, args, self._hosted.ready())
+            operation.mark(args, self.rank)
         except self._failures as error:
             raise transport_error(self, operation.name, error) from error
         finally:
@@ -139,6 +140,7 @@ class Dispatcher:
 
     def _run(self, call: Call, stream: Stream | None) -> Work:
         self._agree(call, stream)
+        call.operation.mark(call.args, self.rank)
         if self._is_nccl(call.tensor, stream):
             return self._run_on_device([call], stream)
         if isinstance(stream, MessageStream):
@@ -250,6 +252,7 @@ class Dispatcher:
         if on_device:
             for call in on_device:
                 self._agree(call, stream)
+                call.operation.mark(call.args, self.rank)
             self._run_on_device(on_device, stream)
         works = [self._run(call, stream) for call in on_host]
         whole: Event = DONE

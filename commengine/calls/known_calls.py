@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from commengine.operations.checks import TensorLike
-from commengine.operations.operation import Run
+from commengine.operations.operation import Run, mark_written
 from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker, busy_error, transport_error
@@ -95,13 +95,15 @@ class KnownCalls:
             return False
         return self._run(name, form.run, output, input, output_rows, input_rows)
 
-    def _run(self, name: str, run: Run, *args: object) -> bool:
+    def _run(self, name: str, run: Run, *args: Any) -> bool:
         member = self._member
         if member.busy:
             raise busy_error(member, name)
         member.busy = True
         try:
             run(*args)
+            if name != "broadcast" or args[1] != member.rank:
+                mark_written((args[0],))
         except self._failures as error:
             raise transport_error(member, name, error) from error
         finally:

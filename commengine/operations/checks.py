@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +84,8 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
 def _from_dlpack(group: Caller, operation: str, value: TensorLike, argument: str) -> Tensor:
     if not hasattr(value, "__dlpack__"):
         raise call_error(group, operation, f"{argument} is a {type(value).__name__}, not a tensor or DLPack array")
+    if isinstance(value, np.ma.MaskedArray):
+        raise call_error(group, operation, f"{argument} is a masked array, of which the mask would be lost")
     # torch.from_dlpack refuses neither: it makes read-only memory writable, and a negative stride ends the process.
     array = getattr(value, "__array_interface__", {})
     if array.get("data", (0, False))[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from commengine.agreement import Shown
@@ -15,6 +16,19 @@ Run = Callable[..., None]
 #: the arguments that are tensors, and those of them that the operation reads and writes
 TENSORS = ("tensor", "output", "input", "sent", "received")
 _READ, _WRITTEN = ("tensor", "input", "sent"), ("tensor", "output", "received")
+
+
+def _marker() -> Callable[[tuple[Tensor, ...]], object]:
+    """What tells autograd that tensors are written: torch's public function takes two times as long as its own one."""
+    own: Any = getattr(torch._C, "_increment_version", None)
+    try:
+        own(())
+    except TypeError:  # of an older torch, or none
+        return lambda tensors: list(map(torch.autograd.graph.increment_version, tensors))
+    return own  # type: ignore[no-any-return]
+
+
+mark_written = _marker()
 
 
 class Touched(NamedTuple):
@@ -125,6 +139,12 @@ class Operation:
         """Return the tensors of a call on this rank, and whether it reads and writes them."""
         named = [(self.arguments[place], args[place]) for place in self.tensors if args[place] is not None]
         return [Touched(one, name in _READ, name in _WRITTEN and self.name != "send") for name, one in named]
+
+    def mark(self, args: tuple[Any, ...], rank: int) -> None:
+        """Tell autograd which tensors a call writes on this rank, so that a backward that needs the old ones fails."""
+        at_root = self.rooted and args[self.arguments.index("root")] == rank
+        if self.name not in ("broadcast", "reduce") or at_root == (self.name == "reduce"):
+            mark_written(tuple(one.tensor for one in self.touched(args) if one.written))
 
     def spans(self, args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
         """Return the memory of a call's tensors: its begin, its end, and whether the call writes it.

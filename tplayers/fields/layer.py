@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
 from tplayers.adjoint_pair import apply_pair, refused_by_torch_func
-from tplayers.functions import in_forward_dtypes
+from tplayers.functions import in_forward_dtypes, outside_graphs
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
 from tplayers.placement import sum_together
@@ -68,6 +68,10 @@ class FieldLayer(nn.Module):
     output: Decomposition
     #: whether a field must have the dtype of ``weight``, outside of autocast
     takes_own_dtype: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "forward" in vars(cls):
+            cls.forward = outside_graphs(cls.forward)
 
     def __init__(self, grid: CartesianGrid, input: Decomposition, channels: int | None = None) -> None:
         super().__init__()

@@ -55,6 +55,7 @@ from torch import Tensor
 
 from commengine import Communicator, Decomposition
 from tplayers.adjoint_pair import Pair, apply_pair
+from tplayers.functions import outside_graphs
 
 from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
 from .plan import halo_plan, repartition_plan
@@ -165,6 +166,7 @@ def all_to_all(
     return transfer(taking_part(x, given), repartition_plan(source, target, comm.rank), comm)
 
 
+@outside_graphs
 def all_to_all_v(x: Tensor, comm: Communicator, input_rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
     """Send ``input_rows[r]`` rows of ``x`` to rank r. Returns the rows that come, and how many from each rank.
 

@@ -1,5 +1,6 @@
 """A call like an earlier one skips the checks, and nothing else: what could have changed is looked at."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -239,3 +240,36 @@ def test_few_forms_are_kept(world):
     for numel in range(1, routes.MOST_FORMS + 10):
         world.all_reduce(torch.ones(numel))
     assert 0 < len(world._host.known) <= len(world._host._runs) <= routes.MOST_FORMS
+
+
+WRITES = {
+    "all_reduce": lambda comm, t: comm.all_reduce(t),
+    "broadcast": lambda comm, t: comm.broadcast(t, 0),
+    "reduce": lambda comm, t: comm.reduce(t, 0),
+    "all_gather": lambda comm, t: comm.all_gather(t, torch.ones(len(t) // comm.size)),
+    "all_to_all": lambda comm, t: comm.all_to_all(t, torch.ones(len(t))),
+    "all_to_all_v": lambda comm, t: comm.all_to_all_v(
+        t, torch.ones(len(t)), [len(t) // comm.size] * comm.size, [len(t) // comm.size] * comm.size
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["known", "traced", "stream"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_tensor_that_autograd_saved_is_not_used_after_it_was_written(mpi_world, name, way):
+    """A rank that only reads its tensor, as the root of a broadcast, has the gradient."""
+    with Communicator(mpi_world, device="cpu") as comm:
+        for _ in range(3):
+            x = torch.randn(2 * comm.size, requires_grad=True)
+            y = x.exp()  # saves its result
+            with trace(comm) if way == "traced" else contextlib.nullcontext():
+                if way == "stream" and name == "all_reduce":
+                    comm.all_reduce(y.detach(), stream=comm.new_stream()).wait()
+                else:
+                    WRITES[name](comm, y.detach())
+            if (name == "broadcast" and comm.rank == 0) or (name == "reduce" and comm.rank):
+                y.sum().backward()
+                torch.testing.assert_close(x.grad, x.detach().exp())
+            else:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    y.sum().backward()

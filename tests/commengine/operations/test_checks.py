@@ -20,6 +20,7 @@ BAD = {
     "foreign byte order": ("all_reduce", "byte order", lambda c: c.all_reduce(np.ones(2, ">f8"))),
     "half complex": ("all_reduce", "dtype torch.complex32", lambda c: c.all_reduce(ONES(2).to(torch.complex32))),
     "complex minimum": ("all_reduce", "op='min'", lambda c: c.all_reduce(ONES(2, dtype=torch.complex64), "min")),
+    "masked array": ("all_reduce", "the mask would be lost", lambda c: c.all_reduce(np.ma.masked_array([1.0], [True]))),
     "uint16 array": ("all_reduce", "dtype torch.uint16", lambda c: c.all_reduce(np.ones(2, np.uint16))),
     "float8": ("broadcast", "dtype torch.float8_e4m3fn", lambda c: c.broadcast(ONES(2).to(torch.float8_e4m3fn))),
     "transposed": ("all_reduce", "not contiguous", lambda c: c.all_reduce(ONES(2, 3).t())),

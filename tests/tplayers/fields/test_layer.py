@@ -265,3 +265,27 @@ def test_a_layer_of_ones_own_has_the_gradients_of_the_whole_field(grid):
     (whole * expected.view(1, 2, 1, 1)).square().sum().backward()
     close(weight.grad, expected.grad)
     same_bits(weight.grad, grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FieldConv", "FieldBatchNorm", "SpectralConv", "FieldAvgPool", "FieldUpsample"])
+def test_the_compiler_takes_a_layer_before_its_first_call(mpi_world, name):
+    """It runs between graphs, and compares the ranks' layers as without the compiler."""
+    with Communicator(mpi_world, device="cpu", timeout=60) as comm:
+        compare_compiled(comm, name)
+
+
+def compare_compiled(comm, name):
+    torch._dynamo.reset()
+    grid = CartesianGrid(comm, (comm.size,))
+    field, arguments = grid.decompose((4 * comm.size,)), {"FieldConv": (2, 2, 3), "SpectralConv": (2, 2, 2)}
+    more = {"dtype": torch.float64} if name in ("FieldConv", "FieldBatchNorm", "SpectralConv") else {}
+    layer = getattr(tplayers, name)(*arguments.get(name, (2,)), grid, field, **more)
+    tplayers.initialize(layer, 1)
+    x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: layer(x.cos()).sin(), backend="aot_eager")
+    found = compiled(x)
+    assert layer._compared == (comm.size > 1)
+    expected = layer(x.cos()).sin()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)))
