@@ -260,6 +260,15 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldConvTranspose": of_field(
         lambda grid, whole: tplayers.FieldConvTranspose(2, 2, 2, grid, whole, stride=2, dtype=F64)
     ),
+    "FieldAttention": of_field(lambda grid, whole: tplayers.FieldAttention(4, 2, grid, whole, dtype=F64), 4),
+    "FieldAttention, windows": of_field(
+        lambda grid, whole: tplayers.FieldAttention(
+            4, 2, grid, whole, window_size=3, shift=1, relative_position_bias=True, dtype=F64
+        ), 4,
+    ),
+    "FieldAttention, fused windows": of_field(
+        lambda grid, whole: tplayers.FieldAttention(4, 2, grid, whole, window_size=3, shift=1, dtype=F64), 4
+    ),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
@@ -309,7 +318,7 @@ CASES |= {
     f"{name}, twice": in_a_row(CASES[name])
     for name in (
         "LayerNorm", "RMSNorm", "MLP", "SwiGLU", "MoE", "SelfAttention", "TransformerBlock", "FieldBatchNorm",
-        "FieldGroupNorm", "FieldLayerNorm", "FieldAvgPool",
+        "FieldGroupNorm", "FieldLayerNorm", "FieldAvgPool", "FieldAttention",
     )
 } | {
     "FieldConv, twice": in_a_row(
@@ -476,7 +485,7 @@ TRANSFORMED = [
     and (
         name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
         or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-        or name.startswith(("FieldConv", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+        or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
     )
 ]  # fmt: skip
 
