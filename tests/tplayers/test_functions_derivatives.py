@@ -30,7 +30,7 @@ NO_FUNCTIONS = {
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
     "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
-    "require_divisible", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
+    "require_divisible", "set_randomness", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
 }  # fmt: skip
 
 
@@ -67,6 +67,12 @@ def of_field(make: Callable[..., nn.Module], channels: int = 2, axes: int = 2) -
         return Case(module, [x], module if isinstance(module, nn.Module) else nn.Module(), together=True)
 
     return case
+
+
+def dropping(grid: CartesianGrid, whole: Any) -> nn.Module:
+    layer = tplayers.FieldDropout(0.3, grid, whole)
+    tplayers.set_randomness(layer, RANDOMNESS)
+    return layer
 
 
 def of_operator(function: Callable[..., Tensor], *shape: int) -> Callable[[Communicator], Case]:
@@ -269,6 +275,7 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldAttention, fused windows": of_field(
         lambda grid, whole: tplayers.FieldAttention(4, 2, grid, whole, window_size=3, shift=1, dtype=F64), 4
     ),
+    "FieldDropout": of_field(dropping),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),

@@ -129,7 +129,8 @@ class FieldAttention(FieldLayer):
         q, kv = tokens[..., : x.shape[1]], tokens[..., x.shape[1] :]
         if self.window_size is None and self.grid.size > 1:
             kv = all_gather(kv, self.grid.comm, dim=2)
-        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(2, 3) for one in (q, *kv.chunk(2, -1)))
+        width = x.shape[1] // self.heads
+        q, k, v = (one.view(*one.shape[:3], self.heads, width).transpose(2, 3) for one in (q, *kv.chunk(2, -1)))
         found = attention(q, k, v, self._bias(summed.get("relative_position_bias_table"), q))
         found = F.linear(found.transpose(2, 3).flatten(3), summed["out_proj.weight"], summed.get("out_proj.bias"))
         y = self._field(found, field.shape)
