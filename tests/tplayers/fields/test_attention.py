@@ -83,7 +83,7 @@ class Whole(nn.MultiheadAttention):
 
 
 def cases(comm, number, most=4):
-    """(grid, blocks, options): drawn, the same on all ranks. The sizes of blocks are any from 1 to ``most``."""
+    """(grid, blocks, options): drawn, the same on all ranks. most: a measure of the blocks' sizes."""
     for case in range(number):
         draw_ = random.Random(case)
         shape = GRIDS[comm.size][case % len(GRIDS[comm.size])]
@@ -92,11 +92,12 @@ def cases(comm, number, most=4):
         field = Decomposition(tuple(tuple(draw_.randint(1, largest) for _ in range(p)) for p in shape))
         options: dict = {"bias": draw_.random() < 0.7}
         if draw_.random() < 0.75:
-            window = tuple(draw_.randint(1, 5 if axes < 3 else 3) for _ in shape)
-            divides = [n % w == 0 for n, w in zip(field.shape, window, strict=True)]
+            some = [[w for w in range(2, 6) if n % w == 0 or draw_.random() < 0.3] or [1] for n in field.shape]
+            window = tuple(map(draw_.choice, some))
+            modes = [["masked", *["circular"] * 2 * (n % w == 0)] for n, w in zip(field.shape, window, strict=True)]
             options |= {
-                "window_size": window, "shift": tuple(draw_.randrange(w) * (draw_.random() < 0.8) for w in window),
-                "shift_mode": tuple(draw_.choice(["masked", "circular"]) if d else "masked" for d in divides),
+                "window_size": window, "shift": tuple(draw_.choice([0, w // 2, w - 1]) for w in window),
+                "shift_mode": tuple(map(draw_.choice, modes)),
                 "mask_padding": draw_.random() < 0.5, "relative_position_bias": draw_.random() < 0.5,
             }  # fmt: skip
         yield CartesianGrid(comm, shape), field, options, draw_.choice([1, 2]), draw_.randint(1, 2)
@@ -124,8 +125,14 @@ def test_ranks_without_a_window(comm):
     field = Decomposition(((2,) * comm.size,))
     for options in ({"window_size": 2 * comm.size}, {"window_size": (3,), "shift": 2, "relative_position_bias": True}):
         ours, theirs = pair(grid, field, options, 2)
-        equals_torchs(ours, theirs, draw(2, 4, *field.shape), grid)
-        equals_torchs_twice(ours, theirs, draw(2, 4, *field.shape), grid)
+        whole = draw(2, 4, *field.shape)
+        equals_torchs(ours, theirs, whole, grid)
+        equals_torchs_twice(ours, theirs, whole, grid)
+        for layer, x in ((ours, cut(whole, field, grid)), (theirs, whole)):  # of which no gradient is wanted
+            layer.zero_grad()
+            layer(x).pow(3).sum().backward()
+        for mine, one in zip(ours.parameters(), theirs.parameters(), strict=True):
+            close(mine.grad, one.grad)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": 1300, "shift": 700}, {"window_size": 1300}])
