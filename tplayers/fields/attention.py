@@ -2,7 +2,8 @@
 
 In windows, a window belongs to the rank that owns its centre, as an output of a convolution does. One transfer brings
 whole windows to their ranks, and another one brings the results back. Over the whole field, each rank has its own
-queries, and one all-gather brings it the keys and values of all points.
+queries, and one all-gather brings it the keys and values of all points: blocks may have any sizes, and the methods of
+`tplayers.context` need equal parts.
 
 A fused kernel has no second derivative. So a Function computes with the kernel, and gradients that are to be
 differentiated come from the formula softmax(q k^T / sqrt(d)) v (`tplayers.functions.differentiable`).
@@ -53,8 +54,8 @@ class FieldAttention(FieldLayer):
     The state dict has the names and shapes of torch's layer: in_proj_weight [3 * channels, channels] (queries, keys,
     values), in_proj_bias [3 * channels], out_proj.weight [channels, channels] and out_proj.bias [channels]. Swin's
     qkv.weight, qkv.bias, proj.weight and proj.bias hold the same, and relative_position_bias_table [product of
-    (2 * window - 1), heads] has Swin's name and order. Every rank holds all of them; their gradients are summed over
-    the grid in the backward, by one all-reduce.
+    (2 * window - 1), heads] has Swin's name and order; Swin's relative_position_index is not in the state dict. Every
+    rank holds all parameters; their gradients are summed over the grid in the backward, by one all-reduce.
 
     forward: x [batch, channels, *local block] -> the same shape. In windows two exchanges, unless every rank's block is
     made of whole windows; over the whole field one all-gather of keys and values, so a rank must have memory for them.
