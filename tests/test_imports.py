@@ -38,8 +38,8 @@ ROOMS = {
         {"host_copy", "checks", "functions", "adjoint_pair", "recompute", "dropout_kernel"},
         {"rng", "regions", "movement"},
         {"placement", "cross_entropy"},
-        {"linear", "norm", "fields", "context"},  # fields, context: split in space, and along the sequence
-        {"embedding", "attention", "mlp"},
+        {"linear", "norm", "context"},  # context: split along the sequence
+        {"embedding", "attention", "mlp", "fields"},  # fields: split in space
         {"experts"},  # many feed-forward blocks, of which each token has a few
         {"models"},
         {"canonical"},  # the same layers and models, with the same bits at every tensor-parallel size

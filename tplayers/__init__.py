@@ -17,8 +17,11 @@ from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .experts.losses import RouterLosses as RouterLosses
 from .experts.moe import ExpertOptions as ExpertOptions
 from .experts.moe import MoE as MoE
+from .fields.attention import FieldAttention as FieldAttention
 from .fields.conv import FieldConv as FieldConv
 from .fields.conv import FieldConvTranspose as FieldConvTranspose
+from .fields.dropout import FieldDropout as FieldDropout
+from .fields.dropout import set_randomness as set_randomness
 from .fields.norm import FieldBatchNorm as FieldBatchNorm
 from .fields.norm import FieldGroupNorm as FieldGroupNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm

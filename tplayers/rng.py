@@ -41,14 +41,14 @@ class Randomness:
 
     ``base`` is an int64 tensor with a hash for each sample. Everything that changes from step to step is in this
     tensor, so that a compiled model takes it as an input and is not compiled again for every step. A site, the name of
-    a place where dropout is applied, is a constant of the program.
+    a place where dropout is applied, is a constant of the program. ``parts`` are seed, iteration and samples.
     """
 
     def __init__(
         self, seed: int, iteration: int, samples: Sequence[int], *, device: torch.device | None = None
     ) -> None:
         self.base = integers([stable_hash(seed, iteration, sample) for sample in samples], device)
-        self._parts = (seed, iteration, *samples)
+        self.parts = (seed, iteration, *samples)
 
     def keys(self, site: str, heads: range | Tensor | None = None) -> Tensor:
         """The int64 keys of the dropout at ``site``: one per sample [b], or per sample and global head [b, heads].
@@ -67,7 +67,7 @@ class Randomness:
 
         Micro-batch and rank of the data group enter by the numbers of the samples, which differ between all of them.
         """
-        return stable_hash("rank", *self._parts, site, rank)
+        return stable_hash("rank", *self.parts, site, rank)
 
 
 def head_offsets(heads: range, device: torch.device | None = None) -> Tensor:

@@ -127,6 +127,12 @@ def test_a_weight_that_is_used_twice_gets_both_gradients_after_a_pass_without_an
         torch.testing.assert_close(half_, whole, rtol=0.05, atol=0.03 * float(whole.abs().max()))
 
 
+class OfPoints(nn.MultiheadAttention):
+    def forward(self, x):
+        points = x.flatten(2).transpose(1, 2)
+        return super().forward(points, points, points)[0].transpose(1, 2).view(x.shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_layers_give_the_dtypes_of_torchs(group, dtype):
     comm, grid = group.comm, CartesianGrid(group.comm, (group.size, 1))
@@ -142,6 +148,7 @@ def test_layers_give_the_dtypes_of_torchs(group, dtype):
         (tplayers.SwiGLU(16, 16, comm), nn.Linear(16, 16), flat),
         (tplayers.FieldConv(4, 4, 3, grid, field, padding=1), nn.Conv2d(4, 4, 3, padding=1), block),
         (tplayers.FieldConvTranspose(4, 4, 2, grid, field, stride=2), nn.ConvTranspose2d(4, 4, 2), block),
+        (tplayers.FieldAttention(4, 2, grid, field), OfPoints(4, 2, batch_first=True), block),
         (tplayers.FieldBatchNorm(4, grid, field), nn.BatchNorm2d(4), block),
         (tplayers.FieldGroupNorm(2, 4, grid, field), nn.GroupNorm(2, 4), block),
     ]

@@ -30,7 +30,7 @@ NO_FUNCTIONS = {
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
     "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
-    "require_divisible", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
+    "require_divisible", "set_randomness", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
 }  # fmt: skip
 
 
@@ -67,6 +67,12 @@ def of_field(make: Callable[..., nn.Module], channels: int = 2, axes: int = 2) -
         return Case(module, [x], module if isinstance(module, nn.Module) else nn.Module(), together=True)
 
     return case
+
+
+def dropping(grid: CartesianGrid, whole: Any) -> nn.Module:
+    layer = tplayers.FieldDropout(0.3, grid, whole)
+    tplayers.set_randomness(layer, RANDOMNESS)
+    return layer
 
 
 def of_operator(function: Callable[..., Tensor], *shape: int) -> Callable[[Communicator], Case]:
@@ -260,6 +266,16 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldConvTranspose": of_field(
         lambda grid, whole: tplayers.FieldConvTranspose(2, 2, 2, grid, whole, stride=2, dtype=F64)
     ),
+    "FieldAttention": of_field(lambda grid, whole: tplayers.FieldAttention(4, 2, grid, whole, dtype=F64), 4),
+    "FieldAttention, windows": of_field(
+        lambda grid, whole: tplayers.FieldAttention(
+            4, 2, grid, whole, window_size=3, shift=1, relative_position_bias=True, dtype=F64
+        ), 4,
+    ),
+    "FieldAttention, fused windows": of_field(
+        lambda grid, whole: tplayers.FieldAttention(4, 2, grid, whole, window_size=3, shift=1, dtype=F64), 4
+    ),
+    "FieldDropout": of_field(dropping),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
@@ -309,7 +325,7 @@ CASES |= {
     f"{name}, twice": in_a_row(CASES[name])
     for name in (
         "LayerNorm", "RMSNorm", "MLP", "SwiGLU", "MoE", "SelfAttention", "TransformerBlock", "FieldBatchNorm",
-        "FieldGroupNorm", "FieldLayerNorm", "FieldAvgPool",
+        "FieldGroupNorm", "FieldLayerNorm", "FieldAvgPool", "FieldAttention",
     )
 } | {
     "FieldConv, twice": in_a_row(
@@ -476,7 +492,7 @@ TRANSFORMED = [
     and (
         name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
         or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-        or name.startswith(("FieldConv", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+        or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
     )
 ]  # fmt: skip
 

@@ -213,13 +213,17 @@ def folded(part: Tensor, piece: BlockPart) -> Tensor:
 def new_block(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an uninitialised tensor with the leading sizes of ``x`` in its memory format."""
     size = (*x.shape[: x.dim() - len(shape)], *shape)
-    kind = torch.contiguous_format
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Return the memory format of ``x``: channels-last where it is that and not contiguous, too."""
     if not x.is_contiguous():
         if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-            kind = torch.channels_last
-        elif x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-            kind = torch.channels_last_3d
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=kind)
+            return torch.channels_last
+        if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+            return torch.channels_last_3d
+    return torch.contiguous_format
 
 
 # With autograd ----------------------------------------------------------------------------------------------------

@@ -10,12 +10,8 @@ from torch import nn
 
 import tplayers
 from commengine import CartesianGrid, Communicator, Decomposition
-from tests.support.fields.comparison import (
-    draw,
-    equals_torchs,
-    second_derivatives_equal_torchs,
-    tangents_equal_torchs,
-)
+from tests.support.fields.comparison import draw, equals_torchs
+from tests.support.fields.second_derivatives import equals_torchs_twice, tangents_equal_torchs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -160,7 +156,7 @@ def one_case(comms, streams, drawn):
         whole = whole.to(memory_format=torch.channels_last if whole.dim() == 4 else torch.channels_last_3d)
     equals_torchs(ours, theirs, whole, grid)
     if not case["overlap"] or kind != "conv":
-        second_derivatives_equal_torchs(ours, theirs, whole, grid)
+        equals_torchs_twice(ours, theirs, whole, grid)
         if kind in ("conv", "transpose", "max", "avg", "up"):
             tangents_equal_torchs(ours, theirs, whole, grid)
     return True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commengine import Communicator
+from commengine import CartesianGrid, Communicator
 from tests.support import documents, mpirun
 
 pytestmark = pytest.mark.mpi
@@ -26,3 +26,13 @@ def test_replicas(mpi_world):
         assert grid.shape == (world.size, 1)
         assert groups.data.size == 1
         groups.close()
+
+
+def test_attention_and_dropout(mpi_world):
+    names: dict = {}
+    exec(PROGRAMS[2], names)
+    with Communicator(mpi_world, device="cpu") as world:
+        grid = CartesianGrid(world, (1, world.size))
+        losses = [names["step"](grid, grid.decompose((16, 8 * world.size)), number) for number in (0, 0, 1)]
+        assert torch.isfinite(losses[0])
+        assert losses[0] == losses[1] != losses[2]
