@@ -120,12 +120,11 @@ def compare_first(operation: str, x: Tensor, shape: Sequence[int] | None, comm: 
         return  # a checked communicator compares at each call: `check_block` does it, where the block's shape is known
     lead = x.shape if shape is None else x.shape[: max(0, x.dim() - len(shape))]
     words = f"{operation} of {str(x.dtype).removeprefix('torch.')} {list(lead)}"
-    if shape is None:
-        words += " without decomposition=, which blocks of different sizes need"
-    else:
+    if shape is not None:
         fits = tuple(x.shape[len(lead) :]) == tuple(shape)
         words += " + the block" if fits else f" + a wrong block (the tensor is {list(x.shape)})"
-    comm.compare(f"{words}, requires_grad={wants_gradient(x)}")
+    hint = " (without decomposition=, which blocks of different sizes need)" if shape is None else ""
+    comm.compare(f"{words}, requires_grad={wants_gradient(x)}{hint}")
     compared.add((operation, *key))
 
 

@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tplayers
 from commengine import Communicator
-from tests.support.derivatives import require_right_or_refused
+from tests.support.autograd.refusals import require_right_or_refused
 from tests.tplayers.conftest import Group, draw
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2), pytest.mark.slow]

@@ -5,7 +5,7 @@ from torch import nn
 
 import tplayers
 from commengine import Communicator
-from tests.support.derivatives import require_right_or_refused
+from tests.support.autograd.refusals import require_right_or_refused
 from tests.tplayers.conftest import Group, draw
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2), pytest.mark.slow]

@@ -6,7 +6,7 @@ from torch import nn
 
 import tplayers
 from commengine import Communicator
-from tests.support.derivatives import require_right_or_refused
+from tests.support.autograd.refusals import require_right_or_refused
 from tests.tplayers.conftest import draw
 from tplayers.context.group import CONTEXT_METHODS, ContextGroup
 
