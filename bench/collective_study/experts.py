@@ -174,8 +174,7 @@ def predicted(
     The model's all_to_all_v was measured with the exchange of its counts.
     """
     sent = [[4.0 * hidden * count for count in row] for row in matrix]
-    ways = sent, [list(column) for column in zip(*sent, strict=True)]
-    there = sum(cost.all_to_all_seconds(model, one, shared_memory=one_node) for one in ways)
+    there = cost.there_and_back_seconds(model, sent, shared_memory=one_node, counts=False)
     return there, cost.gathered_seconds(model, 4.0 * hidden * tokens, len(matrix))
 
 

@@ -139,8 +139,7 @@ class Dispatcher:
         return work
 
     def _run(self, call: Call, stream: Stream | None) -> Work:
-        self._agree(call, stream)
-        call.operation.mark(call.args, self.rank)
+        self._admit(call, stream)
         if self._is_nccl(call.tensor, stream):
             return self._run_on_device([call], stream)
         if isinstance(stream, MessageStream):
@@ -251,8 +250,7 @@ class Dispatcher:
             self._check_usable(call, stream)
         if on_device:
             for call in on_device:
-                self._agree(call, stream)
-                call.operation.mark(call.args, self.rank)
+                self._admit(call, stream)
             self._run_on_device(on_device, stream)
         works = [self._run(call, stream) for call in on_host]
         whole: Event = DONE
@@ -296,6 +294,11 @@ class Dispatcher:
                 yield
             except self._failures as error:
                 raise transport_error(self, operation, error) from error
+
+    def _admit(self, call: Call, stream: Stream | None) -> None:
+        """Compare a call on all ranks, and tell autograd what it writes."""
+        self._agree(call, stream)
+        call.operation.mark(call.args, self.rank)
 
     def _agree(self, call: Call, stream: Stream | None) -> None:
         """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""

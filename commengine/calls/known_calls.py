@@ -102,7 +102,7 @@ class KnownCalls:
         member.busy = True
         try:
             run(*args)
-            if name != "broadcast" or args[1] != member.rank:
+            if name != "broadcast" or args[1] != member.rank:  # as `Operation.mark`, and faster
                 mark_written((args[0],))
         except self._failures as error:
             raise transport_error(member, name, error) from error

@@ -89,12 +89,15 @@ def all_to_all_seconds(model: FittedModel, sent: Sequence[Sequence[float]], *, s
 
 
 def there_and_back_seconds(
-    model: FittedModel, sent: Sequence[Sequence[float]], *, shared_memory: bool = False
+    model: FittedModel, sent: Sequence[Sequence[float]], *, shared_memory: bool = False, counts: bool = True
 ) -> float:
-    """Return the seconds for rows to experts and their results back, with the exchange of the counts."""
+    """Return the seconds for rows to experts and their results back, with the exchange of the counts.
+
+    counts: False for a model of all-to-alls that were measured with that of their own.
+    """
     back = [list(column) for column in zip(*sent, strict=True)]
-    counts = [[COUNT_BYTES] * len(sent)] * len(sent)
-    return sum(all_to_all_seconds(model, one, shared_memory=shared_memory) for one in (counts, sent, back))
+    first = [[[COUNT_BYTES] * len(sent)] * len(sent)] if counts else []
+    return sum(all_to_all_seconds(model, one, shared_memory=shared_memory) for one in (*first, sent, back))
 
 
 def gathered_seconds(model: FittedModel, part: float, ranks: int) -> float:

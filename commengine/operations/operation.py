@@ -143,7 +143,8 @@ class Operation:
     def mark(self, args: tuple[Any, ...], rank: int) -> None:
         """Tell autograd which tensors a call writes on this rank, so that a backward that needs the old ones fails."""
         at_root = self.rooted and args[self.arguments.index("root")] == rank
-        if self.name not in ("broadcast", "reduce") or at_root == (self.name == "reduce"):
+        only_read = {"broadcast": at_root, "reduce": not at_root}.get(self.name, False)
+        if not only_read:
             mark_written(tuple(one.tensor for one in self.touched(args) if one.written))
 
     def spans(self, args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:

@@ -19,6 +19,7 @@ from commengine.errors import TransferError
 from commengine.mpi import load_mpi
 
 from .copying import copy_bytes
+from .segment import PAGE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 _ALIASED = range(1, 16)
 #: such bytes go through memory of this size
 _DETOUR_BYTES = 256 << 10
-_PAGE = 4096
 
 
 class _Stretch(ctypes.Structure):
@@ -83,7 +83,7 @@ class PeerMemory:
 
         Raises TransferError if the process is gone, or has no memory there.
         """
-        if nbytes > _PAGE and (target - source) % _PAGE in _ALIASED:
+        if nbytes > PAGE and (target - source) % PAGE in _ALIASED:
             self._read_aside(rank, target, source, nbytes)
             return
         while nbytes:
@@ -96,8 +96,8 @@ class PeerMemory:
 
     def _read_aside(self, rank: int, target: int, source: int, nbytes: int) -> None:
         """Read through memory that lies half a page away from the source and the target, modulo a page."""
-        aside = torch.empty(_DETOUR_BYTES + _PAGE, dtype=torch.uint8, device="cpu")
-        place = aside.data_ptr() + (source + _PAGE // 2 - aside.data_ptr()) % _PAGE
+        aside = torch.empty(_DETOUR_BYTES + PAGE, dtype=torch.uint8, device="cpu")
+        place = aside.data_ptr() + (source + PAGE // 2 - aside.data_ptr()) % PAGE
         for start in range(0, nbytes, _DETOUR_BYTES):
             part = min(_DETOUR_BYTES, nbytes - start)
             self.read(rank, place, source + start, part)

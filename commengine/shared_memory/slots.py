@@ -44,7 +44,8 @@ class Slots:
     def __init__(self, flags: Flags, segment: SharedSegment) -> None:
         self.flags, self.rank, self.size = flags, flags.rank, flags.size
         self.slot_bytes, self._slots = SLOT_BYTES, SLOTS
-        self._bytes, self._addresses = segment.parts, segment.addresses
+        self._bytes = segment.parts
+        #: the addresses: [slot][rank]
         self._turns = [[at + slot * self.slot_bytes for at in segment.addresses] for slot in range(self._slots)]
         self._views: dict[tuple[object, ...], Tensor] = {}
         self.chunks = 0  # of all collectives so far
@@ -78,11 +79,11 @@ class Slots:
 
     def put(self, source: range, slot: int, offset: int = 0) -> None:
         """Copy the bytes at the addresses ``source`` to byte ``offset`` of a slot of this rank."""
-        copy_bytes(self._addresses[self.rank] + slot * self.slot_bytes + offset, source.start, len(source))
+        copy_bytes(self._turns[slot][self.rank] + offset, source.start, len(source))
 
     def get(self, target: range, rank: int, slot: int, offset: int = 0) -> None:
         """Fill the bytes at the addresses ``target`` from byte ``offset`` of a slot of ``rank``."""
-        copy_bytes(target.start, self._addresses[rank] + slot * self.slot_bytes + offset, len(target))
+        copy_bytes(target.start, self._turns[slot][rank] + offset, len(target))
 
     def handing_out(self, flat: Tensor, rows: Sequence[slice], step: int) -> Part:
         """Return the function that copies each row to where the rank that reduces it finds it.

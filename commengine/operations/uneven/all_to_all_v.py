@@ -39,8 +39,6 @@ from .two_levels import counts_of, in_two_levels
 #: read the input where it lies
 SLOT_MOST = 16 << 10
 
-_NOWHERE: Sequence[int] = ()
-
 
 class AllToAllV(UnevenOperation):
     """The row of `all_to_all_v`, and its ways."""
@@ -79,7 +77,8 @@ class AllToAllV(UnevenOperation):
         number_of, address_of = memory.windows.number_of, memory.windows.address_of
 
         def run(output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> None:
-            number, source, in_slots = number_of(input), input.data_ptr(), _NOWHERE
+            number, source = number_of(input), input.data_ptr()
+            in_slots: Sequence[int] = ()
             if slots is not None:
                 flags.refuse_child()  # the slot is filled before the ranks compare their calls
                 in_slots = slots.addresses()
@@ -114,21 +113,22 @@ class AllToAllV(UnevenOperation):
                     if unfit is None:
                         target = output.data_ptr()
                         for peer, count in enumerate(counts):
-                            if count:  # an empty input lies anywhere
-                                where, begin, nbytes = places[peer], begins[peer] * width, count * width
-                                if peer == me:
-                                    copy_bytes(target, source + begin, nbytes)
-                                elif where == IN_SLOT:
-                                    if peer < me:
-                                        one = told[peer]
-                                        begin -= (one[first + peer + 1] - one[first + peer]) * width
-                                    copy_bytes(target, in_slots[peer] + begin, nbytes)
-                                elif where >= 0:
-                                    copy_bytes(target, address_of(where, peer) + begin, nbytes)
-                                else:
-                                    assert peers is not None
-                                    peers.read(peer, target, begin - where, nbytes)
-                                target += nbytes
+                            if not count:  # an empty input lies anywhere
+                                continue
+                            where, begin, nbytes = places[peer], begins[peer] * width, count * width
+                            if peer == me:
+                                copy_bytes(target, source + begin, nbytes)
+                            elif where == IN_SLOT:
+                                if peer < me:  # the slot has no rows of the peer for itself, which lie before mine
+                                    one = told[peer]
+                                    begin -= (one[first + peer + 1] - one[first + peer]) * width
+                                copy_bytes(target, in_slots[peer] + begin, nbytes)
+                            elif where >= 0:
+                                copy_bytes(target, address_of(where, peer) + begin, nbytes)
+                            else:
+                                assert peers is not None
+                                peers.read(peer, target, begin - where, nbytes)
+                            target += nbytes
                 finally:
                     if max(places) >= 0:
                         flags.meet_unless(unfit)
