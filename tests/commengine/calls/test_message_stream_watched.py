@@ -92,6 +92,7 @@ works = [timed.recv(torch.zeros(1 << 20), peer, stream=lane), timed.recv(got, pe
 timed.barrier()
 time.sleep(3.5)
 assert not any(work.done() for work in works)
+timed.barrier()  # under load the other rank's sleep may end first, and it must not have sent
 timed.send(torch.ones(1 << 20), peer, stream=lane)
 timed.send(torch.ones(4), peer, stream=lane)
 time.sleep(0.5)
