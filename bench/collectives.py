@@ -148,7 +148,7 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
     for name in given.skew:
         try:
             shares(name, ranks)
-        except UsageError as error:
+        except (UsageError, ValueError) as error:
             raise ValueError(f"--skew {name}: {error}; valid: {', '.join(NAMES)}, or a file") from None
     least = size_of("--min-bytes", given.min_bytes)
     largest = largest_size(given.max_bytes, given.transports, memory)

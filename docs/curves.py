@@ -1,6 +1,7 @@
 """The table and the picture of docs/moe.md: ``python docs/curves.py FOLDER``, with the runs dense-SEED and moe-SEED.
 
-A run is a folder that ``trainers.pretrain_gpt --save`` wrote. The table goes to standard output.
+A run is a folder that ``trainers.pretrain_gpt --save`` wrote. The table goes to standard output, the picture to
+``FOLDER/moe.png``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import statistics
 import sys
 from pathlib import Path
 
-PICTURE = Path(__file__).resolve().parent / "images" / "moe.png"
 #: the runs of a kind: their label, and their colour
 KINDS = {"dense": ("dense", "#999999"), "moe": ("8 experts, 2 of them for each token", "#0072b2")}
 
@@ -70,7 +70,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     both = {kind: held_out(folder, kind) for kind in KINDS}
     sys.stdout.write(table(both))
-    draw(both, PICTURE)
+    draw(both, folder / "moe.png")
 
 
 if __name__ == "__main__":

@@ -208,10 +208,11 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
         split = f"{layout.tensor} | {shared} | {data} | {layout.pipeline} "
         split += f"| {layout.micro_batch} x {layout.micro_batches} | {layout.recompute}"
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
+        memory, experts = step.memory_total / 1e9, step.memory.get("experts and their optimizer", 0) / 1e9
         yield (
             f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.flops_per_device)} "
             f"| {100 * step.communication:.0f}% | {100 * step.seconds.get('bubble', 0) / step.total:.0f}% "
-            f"| {step.memory_total / 1e9:.1f} | {one.why or '**fastest**'} |"
+            f"| {memory:.1f}{f', {experts:.1f} of them experts' if experts else ''} | {one.why or '**fastest**'} |"
         )
     yield ""
     yield (

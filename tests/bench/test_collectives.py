@@ -197,6 +197,7 @@ def test_options_come_from_a_file_too(tmp_path):
         ),
         (["--transports", "engine", "ucx"], "--transports: invalid choice: 'ucx' (choose from"),
         (["--dtypes", "fp32"], "--dtypes: invalid choice: 'fp32' (choose from"),
+        (["--skew", "nosuch"], "--skew nosuch: nosuch: there is no such file; valid: uniform, zipf, hot, or a file"),
         (["--over", "gloo"], "--over gloo: is none of the transports; valid: engine, mpi4py, shared, stream"),
         (["--redop", "avg", "--dtypes", "int8"], "--redop avg with --dtypes int8: op='avg' needs a floating-point"),
         (

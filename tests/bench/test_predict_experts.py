@@ -79,7 +79,12 @@ def test_a_plan_shows_a_ranks_experts(tmp_path, capsys):
     assert main([*words, *fixed, "--json", str(tmp_path / "plan.json")]) == 0
     out = capsys.readouterr().out
     assert "46.70 billion parameters" in out and ", experts over 8 |" in out
-    best = json.loads((tmp_path / "plan.json").read_text())["candidates"][0]
+    rows = [line for line in out.splitlines() if ", experts over " in line]
+    candidates = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+    for row, one in zip(rows, candidates, strict=False):
+        memory, experts = sum(one["memory_bytes"].values()), one["memory_bytes"]["experts and their optimizer"]
+        assert f"| {memory / 1e9:.1f}, {experts / 1e9:.1f} of them experts |" in row
+    best = candidates[0]
     of_rank = cost.expert_parameters(
         MIXTRAL, best["tensor"], cost.StageShape(-(-32 // best["pipeline"])), expert=best["expert"]
     )

@@ -202,10 +202,11 @@ def _require_same(
     if default is not None:
         one, other = one or ours.get(default), other or saved.get(default)
     if one != other:
-        flag = f"--{name.replace('_', '-')} {one}"
+        flag = f"--{name.replace('_', '-')}" + ("" if one is None else f" {one}")
         if default is not None:
             flag += f" (default --{default.replace('_', '-')})"
-        raise UsageError(f"{flag}: the checkpoint {found} was saved with {other}")
+        said, was = ("not given: " if one is None else "", "without it" if other is None else f"with {other}")
+        raise UsageError(f"{flag}: {said}the checkpoint {found} was saved {was}")
 
 
 def load(

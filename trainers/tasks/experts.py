@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -55,13 +56,10 @@ class ExpertsConfig(TrainConfig):
             not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size is not None,
             "--moe-shared-expert-gate: needs --moe-shared-expert-intermediate-size",
         )
-        require(
-            self.num_experts % self.expert_ranks == 0,
-            f"{size}: does not divide {experts}; {divisors(self.num_experts)} do",
-        )
         data = ranks // self.replica_size
         require(
-            data % self.expert_ranks == 0,
-            f"{size}: does not divide the {data} data-parallel ranks; {divisors(data)} do",
+            self.num_experts % self.expert_ranks == 0 == data % self.expert_ranks,
+            f"{size}: does not divide {experts} and the {data} data-parallel ranks; "
+            f"{divisors(math.gcd(self.num_experts, data))} do",
         )
         require(not self.compile, f"--compile: excludes {experts}")

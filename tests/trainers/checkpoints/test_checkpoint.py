@@ -247,6 +247,9 @@ DAMAGE = {  # what is done to the checkpoint, more options, what the one line mu
     "padding": (None, ["--make-vocab-size-divisible-by", "256"], ["--make-vocab-size-divisible-by 256", "with 128"]),
     "positions": (None, ["--max-position-embeddings", "32"], ["--max-position-embeddings 32", "saved with 16"]),
     "sequence": (None, ["--seq-length", "8"], ["--seq-length", "saved with 16"]),
+    "experts": (
+        None, ["--num-experts", "4", "--disable-bias-linear"], ["--num-experts 4: the checkpoint", "saved without it"]
+    ),
 }  # fmt: skip
 
 

@@ -28,15 +28,15 @@ def checked(ranks=1, **settings):
         (2, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: needs --num-experts"),
         (
             4, {"num_experts": 6, "expert_model_parallel_size": 4},
-            "--expert-model-parallel-size 4: does not divide --num-experts 6; .1, 2, 3, 6. do",
+            "--expert-model-parallel-size 4: does not divide --num-experts 6 and the 4 data-parallel ranks; .1, 2. do",
         ),
         (
             2, {"num_experts": 4, "expert_model_parallel_size": 4},
-            "--expert-model-parallel-size 4: does not divide the 2 data-parallel ranks; .1, 2. do",
+            "--expert-model-parallel-size 4: does not divide --num-experts 4 and the 2 data-parallel ranks; .1, 2. do",
         ),
         (
             4, {"num_experts": 4, "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2},
-            "--expert-model-parallel-size 4: does not divide the 2 data-parallel ranks; .1, 2. do",
+            "--expert-model-parallel-size 4: does not divide --num-experts 4 and the 2 data-parallel ranks; .1, 2. do",
         ),
         (1, {"moe_aux_loss_coeff": 0.1}, "--moe-aux-loss-coeff 0.1: needs --num-experts"),
         (1, {"num_experts": 4, "moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
