@@ -19,8 +19,8 @@ def apply_pair(
 ) -> Tensor:
     """Return ``forward(x)``, whose backward is ``back``. Every rank that takes part must run the backward.
 
-    It may be differentiated any number of times, in forward mode, and under ``torch.func``, but for ``vmap``. tie: see
-    `_Linear`. again: the backward of ``back``, where that is not ``forward``.
+    It may be differentiated any number of times, in forward mode, and under ``torch.func``. tie: see `_Linear`. again:
+    the backward of ``back``, where that is not ``forward``.
     """
     operators = forward, back, again or forward
     try:
@@ -76,3 +76,13 @@ class _Transformed(torch.autograd.Function):
         ctx.save_for_backward(output[1])
 
     backward, jvp = _Linear.backward, _Linear.jvp
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Apply the operator to one element of the batch after the other: each has its own messages."""
+
+        def element(n: int) -> tuple[Any, ...]:
+            return tuple(x if dim is None else x.select(dim, n) for x, dim in zip(inputs, in_dims, strict=True))
+
+        found = [_Transformed.apply(*element(n)) for n in range(info.batch_size)]  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(one) for one in zip(*found, strict=True)), (0, 0)

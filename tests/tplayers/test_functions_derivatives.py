@@ -483,17 +483,13 @@ def test_second_derivatives_are_those_of_one_rank(group, alone, name):
                 torch.testing.assert_close(g, part, rtol=0, atol=1e-12 * max(scale, 1.0))
 
 
-#: what torch.func takes, too: all that is linear in its input, pooling, and losses of it. An all_to_all_v tells counts
-#: in tensors of its own, which torch.func wraps
+#: what torch.func takes, too: all that is linear in its input, pooling, and losses of it
 TRANSFORMED = [
     name
     for name in CASES
-    if name != "all_to_all_v"
-    and (
-        name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
-        or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-        or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
-    )
+    if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
+    or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
+    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
 ]  # fmt: skip
 
 

@@ -181,15 +181,21 @@ def all_to_all_v(x: Tensor, comm: Communicator, input_rows: Sequence[int]) -> tu
         rows = ()
     fits = len(rows) == comm.size and min(rows) >= 0 and sum(rows) == x.shape[0]
     sent = rows if fits else (-1,) * comm.size  # the others must not wait for a rank that raises
-    received = comm.exchange_counts(sent)
-    if wrong := [rank for rank, count in enumerate(received) if count < 0]:
-        said = f"{rows or input_rows!r} for {x.shape[0]} rows" if wrong[0] == comm.rank else "others"
-        raise ValueError(
-            f"all_to_all_v: input_rows must be {comm.size} numbers of at least 0, one for each rank, that add up to "
-            f"the rows of x; rank {wrong[0]} gave {said}"
-        )
+    received: list[int] = []
 
-    return exchanged_rows(taking_part(x, given), comm, sent, received), received
+    def forward(x: Tensor) -> Tensor:
+        if not received:  # in here torch.func shows plain tensors, and the counts travel in some
+            received.extend(comm.exchange_counts(sent))
+        if wrong := [rank for rank, count in enumerate(received) if count < 0]:
+            said = f"{rows or input_rows!r} for {x.shape[0]} rows" if wrong[0] == comm.rank else "others"
+            raise ValueError(
+                f"all_to_all_v: input_rows must be {comm.size} numbers of at least 0, one for each rank, that add up "
+                f"to the rows of x; rank {wrong[0]} gave {said}"
+            )
+        return _rows(x, comm, received, sent)
+
+    out = apply_pair(taking_part(x, given), forward, lambda y: _rows(y, comm, sent, received))
+    return out, tuple(received)
 
 
 def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -197,13 +203,7 @@ def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received:
 
     x requires grad on all ranks or on none.
     """
-
-    def moved(x: Tensor, rows: Sequence[int], to: Sequence[int]) -> Tensor:
-        out = x.new_empty((sum(rows), *x.shape[1:]))
-        comm.all_to_all_v(out, x.resolve_conj().resolve_neg().contiguous(), rows, to)
-        return out
-
-    return apply_pair(x, lambda x: moved(x, received, sent), lambda y: moved(y, sent, received))
+    return apply_pair(x, lambda x: _rows(x, comm, received, sent), lambda y: _rows(y, comm, sent, received))
 
 
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:
@@ -262,6 +262,12 @@ def _all_gather_uneven(comm: Communicator, parts: Compared, dim: int) -> Pair:
     everything = [[(0, sum(sizes))] * len(sizes) for sizes in source.blocks]
     plan = halo_plan(source, comm.rank, everything, ["zeros"] * len(source.blocks))
     return lambda x: transfer(x, plan, comm), lambda y: transfer_adjoint(y, plan, comm)
+
+
+def _rows(x: Tensor, comm: Communicator, come: Sequence[int], go: Sequence[int]) -> Tensor:
+    out = x.new_empty((sum(come), *x.shape[1:]))
+    comm.all_to_all_v(out, x.resolve_conj().resolve_neg().contiguous(), come, go)
+    return out
 
 
 def _on_root(parts: Compared, dim: int, comm: Communicator, root: int) -> tuple[Decomposition, Decomposition]:
