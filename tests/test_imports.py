@@ -36,7 +36,7 @@ ROOMS = {
     ),
     "tplayers": (
         {"host_copy", "checks", "functions", "adjoint_pair", "recompute", "dropout_kernel"},
-        {"rng", "regions", "movement"},
+        {"rng", "regions", "movement", "bridge"},  # bridge: to another program of the job
         {"placement", "cross_entropy"},
         {"linear", "norm", "context"},  # context: split along the sequence
         {"embedding", "attention", "mlp", "fields"},  # fields: split in space

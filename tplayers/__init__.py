@@ -7,6 +7,8 @@ from .attention.key_value_cache import KeyValueCache as KeyValueCache
 from .attention.rotary import RopeScaling as RopeScaling
 from .attention.self_attention import DropoutMask as DropoutMask
 from .attention.self_attention import SelfAttention as SelfAttention
+from .bridge.blocks import BridgeField as BridgeField
+from .bridge.bridge import Bridge as Bridge
 from .canonical.layers import use_canonical_shards as use_canonical_shards
 from .canonical.shards import CanonicalShards as CanonicalShards
 from .context.group import ContextGroup as ContextGroup

@@ -25,7 +25,7 @@ B, S, H, HEADS, VOCAB = 2, 8, 8, 4, 16
 F64 = torch.float64
 #: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
 NO_FUNCTIONS = {
-    "ModelPart", "StageInput", "whole_placements", "BERTConfig", "CanonicalShards", "Constant",
+    "ModelPart", "StageInput", "whole_placements", "BERTConfig", "Bridge", "BridgeField", "CanonicalShards", "Constant",
     "ContextGroup", "ContextMethod", "DropoutMask", "ExpertOptions", "GPTConfig", "Gelu", "KeyValueCache",
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",

@@ -1,0 +1,243 @@
+"""Bridge: a call of another program of the job as an operator with an adjoint. docs/bridge.md has the protocol."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commengine import CollectiveError, CollectiveTimeout, Communicator
+from commengine.host.polling import PollingCalls
+from commengine.job_end import say
+from commengine.mpi import OwnsCommunicators, load_mpi
+from tplayers.functions import one_derivative, outside_graphs
+
+from .blocks import WORDS, BridgeField, Part, shared_parts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+VERSION = 1
+#: the tags of messages: what a program asks of the other one, its answer, and parts of fields
+_ASK, _ANSWER, _DATA = 1, 2, 3
+#: what a program asks
+_END, _CALL, _GRADIENT, _FORGET = 0, 1, 2, 3
+#: the fields of a program: the one that it gives when it calls or answers, and the one that it takes
+_GIVEN, _TAKEN = 0, 1
+#: seconds after which a rank says that it waits
+SLOW_SECONDS = 60.0
+
+
+class Bridge(OwnsCommunicators):
+    """Fields and gradients between this program and another one of the same MPI job, whatever language it has.
+
+    One program calls the other (`call`), and the other one answers (`answer`, or the functions of
+    ``commengine_bridge.h``). Both may have any number of ranks, and blocks of their own. Each point travels once, from
+    the rank that has it to the rank that needs it.
+
+    other: an intercommunicator to the other program, such as ``launch.split_world().other``. It is duplicated.
+    comm: this program's ranks, in the order of the intercommunicator's local group.
+    gives, takes: the fields that this program gives and takes when it calls or answers.
+    timeout: seconds after which waiting for the other program raises CollectiveTimeout; None: never. After a minute a
+        program says that it waits.
+
+    Collective over both programs. The ranks of both tell each other their blocks once: 31 numbers a rank. Raises
+    ValueError on every rank of this program if the other one describes the fields in another way, or its blocks do not
+    have each point once. Such an error ends both programs within `launch.abort_on_error`.
+
+    Each rank of a program must make the same calls, and run the backward of each; every program must close it.
+    """
+
+    def __init__(
+        self,
+        other: MPI.Intercomm,
+        comm: Communicator,
+        gives: BridgeField,
+        takes: BridgeField,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        self.comm, self.gives, self.takes, self.timeout = comm, gives, takes, timeout
+        for name, field in (("gives", gives), ("takes", takes)):
+            blocks = np.prod(field.decomposition.grid_shape)
+            if blocks != comm.size:
+                raise ValueError(f"Bridge: {name} has {blocks} blocks for the {comm.size} ranks of this program")
+        comm.compare(f"Bridge(gives={gives}, takes={takes})")
+        self._other, self._own = other.Dup(), comm.mpi.Dup()
+        mine = array("q", [VERSION, *gives.words(comm.rank), *takes.words(comm.rank)])
+        theirs = np.empty((self._other.remote_size, len(mine)), np.int64)
+        self._other.Allgather([mine, load_mpi().INT64_T], [theirs, load_mpi().INT64_T])
+        if (theirs[:, 0] != VERSION).any():
+            raise CollectiveError(f"Bridge: the other program's bridge is of version {theirs[0, 0]}, not {VERSION}")
+        described = theirs[:, 1 + WORDS :], theirs[:, 1 : 1 + WORDS]  # it takes what this program gives
+        self._parts: list[list[Part]] = []
+        for name, field, words in zip(("gives", "takes"), (gives, takes), described, strict=True):
+            try:
+                self._parts.append(shared_parts(field, comm.rank, words))
+            except ValueError as error:
+                raise ValueError(f"Bridge: the field that this program {name}: {error}") from None
+        self._calls, self._answers, self._since, self._told = 0, False, 0.0, array("q")
+        self._forgotten: list[int] = []
+        #: of this program's answers: the inputs and results by the number of the call
+        self._graphs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._waiting = PollingCalls(self._own, self._look)
+
+    # This program calls ------------------------------------------------------------------------------------------
+
+    @outside_graphs
+    def call(self, x: Tensor) -> Tensor:
+        """Return the other program's answer to ``x``. Its backward asks the other program for the gradient.
+
+        x: this rank's block of ``gives``: [*leading, *block]. The result is this rank's block of ``takes``, on the
+        device of ``x``. It can be differentiated once. Collective over this program. Raises ValueError on every rank if
+        ``x`` of one rank is no such tensor, and CollectiveTimeout.
+        """
+        problem = self.gives.problem(x, self.comm.rank)
+        wanted = problem is None and x.requires_grad and torch.is_grad_enabled()
+        _, (wrong, followed) = self.comm.extremes([problem is not None, wanted])
+        if wrong:
+            raise ValueError(f"Bridge.call: {problem or 'another rank gave no block of the field'}")
+        if wanted != followed:
+            x = x.detach().requires_grad_()
+        return _Call.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _ask(self, what: int, number: int, keep: bool, given: Tensor) -> Tensor:
+        """Send a field, or the gradient of the one that was taken, and return what the other program answers."""
+        while self._forgotten:
+            self._tell(_ASK, _FORGET, self._forgotten.pop(), False)
+        self._tell(_ASK, what, number, keep)
+        gives, takes = (_GIVEN, _TAKEN) if what == _CALL else (_TAKEN, _GIVEN)
+        self._send(gives, given)
+        self._hear(_ANSWER)
+        return self._receive(takes)
+
+    # This program answers ----------------------------------------------------------------------------------------
+
+    def answer(self, function: Callable[[Tensor], Tensor]) -> Literal["call", "gradient", "end"]:
+        """Wait for what the other program asks, answer it, and return what it was.
+
+        function: from this rank's block of ``takes`` to its block of ``gives``; differentiable by torch. Its graph
+        stays until the other program has no more use for it.
+
+        "call": the function was called. "gradient": the gradient of a call went to the other program, and the gradients
+        of parameters that the function uses were added to their ``grad``. "end": the other program has closed its
+        bridge. Collective over this program. Raises ValueError if the function's result is no such block.
+        """
+        self._answers = True
+        what, number, keep = self._hear(_ASK)
+        while what == _FORGET:
+            self._graphs.pop(number, None)
+            what, number, keep = self._hear(_ASK)
+        if what == _END:
+            self._graphs.clear()
+            return "end"
+        if what == _CALL:
+            x = self._receive(_TAKEN).requires_grad_(bool(keep))
+            with torch.set_grad_enabled(bool(keep)):
+                y = function(x)
+            if problem := self.gives.problem(y, self.comm.rank):
+                raise ValueError(f"Bridge.answer: the function's result is no block of the field: {problem}")
+            if keep:
+                self._graphs[number] = x, y
+            self._tell(_ANSWER, _CALL, number, False)
+            self._send(_GIVEN, y.detach())
+            return "call"
+        x, y = self._graphs[number]
+        gradient = self._receive(_GIVEN).to(y.device)
+        if y.requires_grad:
+            torch.autograd.backward(y, gradient, retain_graph=True)
+        self._tell(_ANSWER, _GRADIENT, number, False)
+        found, x.grad = x.grad, None  # it may be asked for again
+        self._send(_TAKEN, torch.zeros_like(x) if found is None else found)
+        return "gradient"
+
+    # Messages ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, tag: int, what: int, number: int, keep: bool) -> None:
+        """Rank 0 tells rank 0 of the other program."""
+        if self.comm.rank == 0:
+            self._other.Send([array("q", [what, number, keep]), load_mpi().INT64_T], 0, tag)
+
+    def _hear(self, tag: int) -> list[int]:
+        """Return (what, number, keep) that the other program told, on every rank.
+
+        The wait leaves the core to other programs: the other one may compute on it.
+        """
+        self._told, self._since = array("q", bytes(24)), time.monotonic()  # MPI writes there after a timeout, too
+        words = [self._told, load_mpi().INT64_T]
+        if self.comm.rank == 0:
+            self._waiting.wait(self._other.Irecv(words, 0, tag).Test)
+        self._waiting.wait(self._own.Ibcast(words, 0).Test)
+        return list(self._told)
+
+    def _look(self) -> None:
+        waited = time.monotonic() - abs(self._since)
+        if self.timeout is not None and waited > self.timeout:
+            raise CollectiveTimeout(
+                f"rank {self.comm.rank} of {self.comm.name!r} has waited for {self.timeout:g} s for the other program "
+                "of its bridge"
+            )
+        if self._since > 0 and waited > SLOW_SECONDS:
+            self._since = -self._since  # said
+            if self.comm.rank == 0:
+                say(f"Bridge: the ranks of {self.comm.name!r} have waited for {SLOW_SECONDS:g} s for the other program")
+
+    def _send(self, which: int, x: Tensor) -> None:
+        x = x.detach().cpu()
+        pieces = [(part.peer, x[part.at].contiguous().numpy()) for part in self._parts[which]]
+        load_mpi().Request.Waitall([self._other.Isend(piece, peer, _DATA) for peer, piece in pieces])
+
+    def _receive(self, which: int) -> Tensor:
+        field = self.takes if which == _TAKEN else self.gives
+        out = torch.empty(field.local_shape(self.comm.rank), dtype=field.dtype)
+        targets = [out[part.at] for part in self._parts[which]]
+        pieces = [target if target.is_contiguous() else torch.empty_like(target) for target in targets]
+        started = zip(self._parts[which], pieces, strict=True)
+        load_mpi().Request.Waitall([self._other.Irecv(piece.numpy(), part.peer, _DATA) for part, piece in started])
+        for target, piece in zip(targets, pieces, strict=True):
+            if target.data_ptr() != piece.data_ptr():
+                target.copy_(piece)
+        return out
+
+    def close(self) -> None:
+        """Free the communicators; may be called again. A program that has not answered tells the other one the end.
+
+        Collective over both programs.
+        """
+        if self._other == load_mpi().COMM_NULL:
+            return
+        if not self._answers:
+            self._tell(_ASK, _END, 0, False)
+        self._other.Free()
+        self._own.Free()
+
+
+class _Kept:
+    """A call that the other program keeps for its gradient, until the graph here is gone."""
+
+    def __init__(self, bridge: Bridge, number: int) -> None:
+        self._forgotten, self.number = bridge._forgotten, number
+
+    def __del__(self) -> None:
+        self._forgotten.append(self.number)
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bridge: Bridge) -> Tensor:
+        keep = ctx.needs_input_grad[0]
+        bridge._calls += 1
+        ctx.bridge, ctx.kept = bridge, _Kept(bridge, bridge._calls) if keep else None
+        ctx.save_for_backward(x)
+        return bridge._ask(_CALL, bridge._calls, keep, x).to(x.device)
+
+    @staticmethod
+    @one_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.bridge._ask(_GRADIENT, ctx.kept.number, True, grad).to(x.device), None
