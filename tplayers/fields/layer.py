@@ -174,7 +174,8 @@ class LocalInput:
         native = []
         for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
             alone = mode == "zeros" and len(spans[axis]) == 1
-            native.append(rule.before if alone and isinstance(rule, Sliding) and rule.before == rule.after else 0)
+            alone = alone and isinstance(rule, Sliding) and rule.before == rule.after and not rule.ceil
+            native.append(rule.before if alone and isinstance(rule, Sliding) else 0)
             if native[axis]:
                 spans[axis] = [(0, points)]
             elif mode == "clipped":

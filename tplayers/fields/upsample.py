@@ -42,7 +42,7 @@ class FieldUpsample(FieldLayer):
         require_one_of(("replicate", "circular"), padding_mode=padding_mode)
         self.scale = natural(scale_factor, self.axes, "scale_factor", 1)
         self.mode = "nearest" if mode == "nearest" else _LINEAR[self.axes]
-        rules = [Scaled(scale, mode == "linear") for scale in self.scale]
+        rules = [Scaled(scale, int(mode == "linear")) for scale in self.scale]
         # At a physical border torch's interpolation repeats the last input itself.
         modes = [padding_mode if padding_mode == "circular" and mode == "linear" else "clipped"] * self.axes
         self.reads(rules, modes, output)

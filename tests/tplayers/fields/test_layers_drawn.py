@@ -107,10 +107,10 @@ def pair(kind, case, grid, field, stream):
         if kind == "max":
             # torch's result for a window without any input is -inf, with a gradient that goes anywhere
             possible(all(not p or d <= n for p, d, n in zip(padding, dilation, field.shape, strict=True)))
-            options = {"stride": stride, "padding": padding, "dilation": dilation}
+            options = {"stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": case["same"]}
             return tplayers.FieldMaxPool(kernel, grid, field, **options), MAX[axes](kernel, **options)
         possible(axes < 3 or all(n >= k for n, k in zip(field.shape, kernel, strict=True)))  # torch's AvgPool3d asks so
-        options = {"stride": stride, "padding": padding, "count_include_pad": bias}
+        options = {"stride": stride, "padding": padding, "ceil_mode": case["same"], "count_include_pad": bias}
         return tplayers.FieldAvgPool(kernel, grid, field, **options), AVG[axes](kernel, **options)
     if kind == "up":
         mode = "linear" if case["linear"] else "nearest"
