@@ -60,6 +60,7 @@ TESTED_BY = {
     "tplayers/fields/conv.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/pool.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/fields/same_layer.py": ["tplayers/fields/test_layer.py"],
+    "tplayers/fields/taps.py": ["tplayers/fields/test_layers_drawn.py", "tplayers/fields/test_adaptive_pool.py"],
     "tplayers/fields/upsample.py": ["tplayers/fields/test_layers_drawn.py"],
     "tplayers/models/part.py": ["trainers/pipeline/test_schedule.py"],
     "trainers/pipeline/messages.py": ["trainers/pipeline/test_schedule.py"],

@@ -17,6 +17,9 @@ from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .experts.losses import RouterLosses as RouterLosses
 from .experts.moe import ExpertOptions as ExpertOptions
 from .experts.moe import MoE as MoE
+from .fields.adaptive_pool import FieldAdaptiveAvgPool as FieldAdaptiveAvgPool
+from .fields.adaptive_pool import FieldAdaptiveMaxPool as FieldAdaptiveMaxPool
+from .fields.adaptive_pool import FieldGlobalPool as FieldGlobalPool
 from .fields.attention import FieldAttention as FieldAttention
 from .fields.conv import FieldConv as FieldConv
 from .fields.conv import FieldConvTranspose as FieldConvTranspose
