@@ -73,7 +73,7 @@ def test_arguments_of_other_layers(grid):
         tplayers.FieldMaxPool(2, grid, field, padding=2)
     with pytest.raises(ValueError, match="smaller than the stride or the dilation"):
         tplayers.FieldConvTranspose(1, 1, 3, grid, field, stride=2, output_padding=2)
-    with pytest.raises(ValueError, match="mode='cubic' must be one of nearest, linear"):
+    with pytest.raises(ValueError, match="mode='cubic' must be one of nearest, nearest-exact, linear"):
         tplayers.FieldUpsample(2, grid, field, mode="cubic")
     with pytest.raises(ValueError, match="num_groups=3 must divide"):
         tplayers.FieldGroupNorm(3, 4, grid, field)
