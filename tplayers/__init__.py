@@ -57,9 +57,11 @@ from .models.part import ModelPart as ModelPart
 from .models.part import StageInput as StageInput
 from .models.transformer import Transformer as Transformer
 from .models.unet import UNet as UNet
+from .movement.halo import flip as flip
 from .movement.halo import halo_accumulate as halo_accumulate
 from .movement.halo import halo_exchange as halo_exchange
 from .movement.halo import plan_halo as plan_halo
+from .movement.halo import roll as roll
 from .movement.halo import shift as shift
 from .movement.operators import all_gather as all_gather
 from .movement.operators import all_reduce as all_reduce

@@ -283,6 +283,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldGlobalPool": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole)),
     "FieldGlobalPool, max": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole, mode="max")),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
+    "FieldUpsample, of corners": of_field(
+        lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="bicubic", align_corners=True)
+    ),
     "FieldBatchNorm": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64)),
     "FieldBatchNorm, plain": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, affine=False)),
     "FieldBatchNorm, 1 axis": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64), axes=1),
@@ -316,6 +319,8 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "scatter": of_operator(tplayers.scatter, 4, 3),
     "sum_reduce": of_operator(tplayers.sum_reduce, 2, 3),
     "repartition": of_grid(lambda x, grid, whole: tplayers.repartition(x, grid.comm, whole, whole)),
+    "roll": of_grid(lambda x, grid, whole: tplayers.roll(x, grid, 2, 0, decomposition=whole)),
+    "flip": of_grid(lambda x, grid, whole: tplayers.flip(x, grid, 0, decomposition=whole)),
     "shift": of_grid(lambda x, grid, whole: tplayers.shift(x, grid, 0)),
     "halo_exchange": of_grid(lambda x, grid, whole: tplayers.halo_exchange(x, grid, 1, decomposition=whole)),
     "halo_accumulate": of_grid(lambda x, grid, whole: tplayers.halo_accumulate(x, grid, 1, decomposition=whole), 5),
@@ -492,8 +497,8 @@ TRANSFORMED = [
     name
     for name in CASES
     if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
-    or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+    or name in ("reduce_scatter", "repartition", "shift", "roll", "flip", "transfer", "transfer_adjoint")
+    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldAdaptive", "FieldUpsample"))
 ]  # fmt: skip
 
 

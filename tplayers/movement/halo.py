@@ -1,8 +1,9 @@
-"""Shifts, halo exchange and its transposed operator on the blocks of a Cartesian grid."""
+"""Shifts, rolls, flips, halo exchange and its transposed operator on the blocks of a Cartesian grid."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -93,6 +94,88 @@ def shift(
     return transfer(x, plan, grid.comm)
 
 
+def roll(
+    x: Tensor,
+    grid: CartesianGrid,
+    shifts: int | Sequence[int],
+    axes: int | Sequence[int],
+    *,
+    decomposition: Decomposition | None = None,
+) -> Tensor:
+    """Move a field by ``shifts`` points along ``axes`` of the grid; it wraps around: torch.roll of the whole field.
+
+    x: this rank's block [..., space]. shifts, axes: one number each, or as many of the one as of the other; the shifts
+        of an axis that is named twice are added. decomposition: the blocks of all ranks, and of the result. None: the
+        ranks tell each other their shapes, at each call.
+
+    The field wraps around on axes on which the grid is not periodic, too. Collective over the grid; the backward rolls
+    by the opposite shifts. Raises ValueError if the numbers of shifts and axes differ, or ``x`` is not this rank's
+    block; CollectiveError for an axis that the grid does not have. The ranks compare as in `halo_exchange`.
+    """
+    moves = [shifts] if isinstance(shifts, int) else list(shifts)
+    along = [axes] if isinstance(axes, int) else list(axes)
+    if len(moves) != len(along):
+        raise ValueError(f"roll: shifts={shifts!r} and axes={axes!r} must be equally many")
+    by = [0] * len(grid.shape)
+    for move, axis in zip(moves, along, strict=True):
+        by[grid.check_axis(axis)] += move
+
+    def first(axis: int, points: int) -> int:
+        return -(by[axis] % points)
+
+    return _moved("roll", x, grid, decomposition, first, ["circular"] * len(by), tuple(by))
+
+
+def flip(
+    x: Tensor, grid: CartesianGrid, axes: int | Sequence[int], *, decomposition: Decomposition | None = None
+) -> Tensor:
+    """Reverse the order of a field's points along ``axes`` of the grid: torch.flip of the whole field.
+
+    x: this rank's block [..., space]. axes: one, or several, each once. decomposition: as of `roll`.
+
+    Collective over the grid; it is its own backward. Raises ValueError if an axis is named twice, or ``x`` is not this
+    rank's block; CollectiveError for an axis that the grid does not have. The ranks compare as in `halo_exchange`.
+    """
+    along = [grid.check_axis(axis) for axis in ([axes] if isinstance(axes, int) else axes)]
+    if len(set(along)) < len(along):
+        raise ValueError(f"flip: axes={axes!r} must name an axis once at most")
+    padding = ["reflect" if axis in along else "zeros" for axis in range(len(grid.shape))]
+
+    def first(axis: int, points: int) -> int:
+        return 1 - points if axis in along else 0  # about the first point, all others are reflected to their places
+
+    return _moved("flip", x, grid, decomposition, first, padding, tuple(sorted(along)))
+
+
+def _moved(
+    operation: str,
+    x: Tensor,
+    grid: CartesianGrid,
+    decomposition: Decomposition | None,
+    first: Callable[[int, int], int],
+    padding: Sequence[str],
+    key: tuple[int, ...],
+) -> Tensor:
+    """The same blocks of the field that begins at the position ``first``(axis, points) of the field with ``padding``.
+
+    key: the arguments of ``operation``, which all ranks have.
+    """
+    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
+    _check_grid(decomposition, grid)
+    ranges = []
+    for axis, points in enumerate(decomposition.shape):
+        begin = first(axis, points) if points else 0
+        ranges.append([(a + begin, b + begin) for a, b in itertools.pairwise(decomposition.bounds(axis))])
+    plan = halo_plan(decomposition, grid.rank, ranges, padding)
+    compare_first(operation, x, plan.source_shape, grid.comm, decomposition, key)
+    return transfer(x, plan, grid.comm)
+
+
+def _check_grid(decomposition: Decomposition, grid: CartesianGrid) -> None:
+    if decomposition.grid_shape != grid.shape:
+        raise ValueError(f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit {grid}")
+
+
 def plan_halo(
     grid: CartesianGrid, decomposition: Decomposition, widths: Widths, padding: str | Sequence[str] | None = None
 ) -> TransferPlan:
@@ -101,8 +184,7 @@ def plan_halo(
     The arguments are those of `halo_exchange`. Not collective.
     """
     axes = len(grid.shape)
-    if decomposition.grid_shape != grid.shape:
-        raise ValueError(f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit {grid}")
+    _check_grid(decomposition, grid)
     pairs = [widths] * axes if isinstance(widths, int) else list(widths)
     ends = [(width, width) if isinstance(width, int) else tuple(width) for width in pairs]
     if len(ends) != axes or any(len(pair) != 2 or min(pair) < 0 for pair in ends):
