@@ -27,6 +27,7 @@ from .fields.dropout import FieldDropout as FieldDropout
 from .fields.dropout import set_randomness as set_randomness
 from .fields.norm import FieldBatchNorm as FieldBatchNorm
 from .fields.norm import FieldGroupNorm as FieldGroupNorm
+from .fields.norm import FieldInstanceNorm as FieldInstanceNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm
 from .fields.pool import FieldAvgPool as FieldAvgPool
 from .fields.pool import FieldMaxPool as FieldMaxPool

@@ -289,6 +289,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldBatchNorm": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64)),
     "FieldBatchNorm, plain": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, affine=False)),
     "FieldBatchNorm, 1 axis": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64), axes=1),
+    "FieldInstanceNorm": of_field(
+        lambda grid, whole: tplayers.FieldInstanceNorm(2, grid, whole, affine=True, dtype=F64)
+    ),
     "FieldGroupNorm": of_field(lambda grid, whole: tplayers.FieldGroupNorm(2, 4, grid, whole, dtype=F64), 4),
     "FieldLayerNorm": of_field(lambda grid, whole: tplayers.FieldLayerNorm(2, grid, whole, dtype=F64)),
     "SpectralConv": of_field(lambda grid, whole: tplayers.SpectralConv(2, 2, 2, grid, whole, dtype=F64)),

@@ -1,4 +1,4 @@
-"""Batch, group and layer normalisation of split fields.
+"""Batch, instance, group and layer normalisation of split fields.
 
 Each rank computes the mean of its points and their squared deviations from it, and they are merged as in Chan et al.
 1979, so that no large sums cancel: after one all-gather of the two, or on many ranks by two all-reduces. The backward
@@ -47,8 +47,10 @@ class _FieldNorm(FieldLayer):
         for name, value in (("weight", 1.0), ("bias", 0.0)):
             add_parameter(self, name, Placement(shape, Constant(value)) if affine else None, dtype)
 
-    def _normalised(self, x: Tensor, groups: int, part: Any) -> Tensor:
+    def _normalised(self, x: Tensor, groups: int, part: Any) -> tuple[Tensor, Tensor, Tensor]:
         """``x`` with mean 0 and variance 1 in each sample and group of channels, times the weight, plus the bias.
+
+        Also returns mean and variance [batch, groups], which have no gradient.
 
         part: the place in weight and bias of what this rank's points take, or their shape beside the points.
         """
@@ -56,12 +58,37 @@ class _FieldNorm(FieldLayer):
         x = widened(x)
         points = self.input.points() * x.shape[1] // groups
         values = x.reshape(x.shape[0], groups, -1)
-        y = _Normalise.apply(values, self.grid.comm, self.eps, points).view(x.shape)  # type: ignore[no-untyped-call]
+        y, mean, var = _Normalise.apply(values, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
+        y = y.view(x.shape)
         weight, bias = self.summed_parameters()
-        return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype)
+        return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype), mean, var
 
 
-class FieldBatchNorm(_FieldNorm):
+class _RunningNorm(_FieldNorm):
+    """A normalisation that may keep running statistics of the channels."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def _keep_statistics(self, channels: int, momentum: float | None, keep: bool, dtype: torch.dtype | None) -> None:
+        self.momentum, self.track_running_stats = momentum, keep
+        self.register_buffer("running_mean", torch.zeros(channels, dtype=dtype) if keep else None)
+        self.register_buffer("running_var", torch.ones(channels, dtype=dtype) if keep else None)
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if keep else None)
+
+    def _by_running_statistics(self, x: Tensor) -> Tensor:
+        weight, bias = self.summed_parameters()
+        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, factor: float) -> None:
+        if self.running_mean is not None and self.running_var is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(var.to(self.running_var.dtype), factor)
+
+
+class FieldBatchNorm(_RunningNorm):
     """torch.nn.BatchNorm1d, 2d or 3d of a field that is split over ``grid``: the statistics are of the whole field.
 
     num_features, eps, momentum (None: the mean of all batches), affine, track_running_stats: as torch's. The state dict
@@ -72,10 +99,6 @@ class FieldBatchNorm(_FieldNorm):
     forward: x [batch, num_features, *local block] -> the same shape. In training one all-gather forward, of two
     numbers a channel, and one all-reduce backward, of two, which also sums the parameters' gradients. Collective.
     """
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
 
     def __init__(
         self,
@@ -90,33 +113,60 @@ class FieldBatchNorm(_FieldNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(grid, input, num_features, eps, affine, dtype)
-        self.momentum, self.track_running_stats = momentum, track_running_stats
-        self.register_buffer("running_mean", torch.zeros(num_features, dtype=dtype) if track_running_stats else None)
-        self.register_buffer("running_var", torch.ones(num_features, dtype=dtype) if track_running_stats else None)
-        self.register_buffer("num_batches_tracked", torch.tensor(0) if track_running_stats else None)
+        self._keep_statistics(num_features, momentum, track_running_stats, dtype)
         self._share = self.input.points() / math.prod(self._local_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         if not self.training and self.running_mean is not None:
-            weight, bias = self.summed_parameters()
-            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+            return self._by_running_statistics(x)
         points = round(x.shape[0] * math.prod(x.shape[2:]) * self._share)
         if points < 2:
             raise ValueError(f"FieldBatchNorm needs more than one value a channel in training, not {points}")
         y, mean, var = _BatchNormalise.apply(x, self.weight, self.bias, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
-        if self.training:
-            self._track(mean, var * (points / (points - 1)))
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
+            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self._track(mean, var * (points / (points - 1)), factor)
         return y  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(var.to(self.running_var.dtype), factor)
+
+class FieldInstanceNorm(_RunningNorm):
+    """torch.nn.InstanceNorm1d, 2d or 3d of a field that is split over ``grid``: each sample and channel has one mean.
+
+    num_features, eps, momentum (None: running statistics stay as they are), affine, track_running_stats: as torch's.
+    The state dict has the names of torch's layer. grid, input: as of `FieldConv`.
+
+    forward: x [batch, num_features, *local block] -> the same shape. Communication: as of `FieldGroupNorm`; in ``eval``
+    with running statistics none. Collective. Raises ValueError for a field of one point, unless these are used.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        grid: CartesianGrid,
+        input: Decomposition,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(grid, input, num_features, eps, affine, dtype)
+        self._keep_statistics(num_features, momentum, track_running_stats, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        if not self.training and self.running_mean is not None:
+            return self._by_running_statistics(x)
+        points = self.input.points()
+        if points < 2:
+            raise ValueError("FieldInstanceNorm needs a field of more than one point")
+        y, mean, var = self._normalised(x, x.shape[1], (slice(None), *(None,) * self.axes))
+        if self.training:
+            self._track(mean.mean(0), var.mean(0) * (points / (points - 1)), self.momentum or 0.0)
+        return y
 
 
 class FieldGroupNorm(_FieldNorm):
@@ -145,7 +195,7 @@ class FieldGroupNorm(_FieldNorm):
         self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(x, self.num_groups, (slice(None), *(None,) * self.axes))
+        return self._normalised(x, self.num_groups, (slice(None), *(None,) * self.axes))[0]
 
 
 class FieldLayerNorm(_FieldNorm):
@@ -171,7 +221,7 @@ class FieldLayerNorm(_FieldNorm):
         super().__init__(grid, input, channels, eps, elementwise_affine, dtype, of_points=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(x, 1, (slice(None), *self.input.slices(self.grid.coords)))
+        return self._normalised(x, 1, (slice(None), *self.input.slices(self.grid.coords)))[0]
 
 
 def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -> tuple[Tensor, Tensor]:
@@ -294,13 +344,15 @@ class _Normalise(torch.autograd.Function):
     """Normalisation of [batch, groups, values]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int) -> tuple[Tensor, Tensor, Tensor]:
         of_x = wide(x)
-        mean, var = moments(of_x, (2,), comm, points)
-        mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
+        means, var = moments(of_x, (2,), comm, points)
+        mean, scale = means.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
         ctx.save_for_backward(x, mean, scale)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
-        return (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
+        ctx.mark_non_differentiable(means, var)
+        y = (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
+        return y, means, var
 
     @staticmethod
     @in_forward_dtypes

@@ -22,6 +22,7 @@ AVG = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
 ADAPTIVE_MAX = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
 ADAPTIVE_AVG = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
 BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 #: the grids of a number of ranks
 GRIDS = {
@@ -54,7 +55,9 @@ def cases(draw_, ranks):
     blocks = tuple(tuple(draw_(st.integers(1, most)) for _ in range(p)) for p in shape)
     kind = draw_(
         st.sampled_from(
-            ["conv"] * 4 + ["transpose"] * 2 + ["max", "avg", "up", "batch", "group", "layer", "adaptive", "adaptive"]
+            ["conv"] * 4
+            + ["transpose"] * 2
+            + ["max", "avg", "up", "batch", "group", "layer", "adaptive", "adaptive", "instance"]
         )
     )
 
@@ -128,11 +131,12 @@ def pair(kind, case, grid, field, stream):
         mode = "linear" if case["linear"] else "nearest"
         theirs = nn.Upsample(scale_factor=tuple(map(float, stride)), mode=LINEAR[axes] if case["linear"] else mode)
         return tplayers.FieldUpsample(stride, grid, field, mode=mode), theirs
-    if kind == "batch":
-        possible(case["batch"] * field.points() > 1)
+    if kind in ("batch", "instance"):
+        possible((case["batch"] if kind == "batch" else 1) * field.points() > 1)
         momentum = None if case["linear"] else 0.3
         options = {"affine": bias, "track_running_stats": case["same"], "momentum": momentum, "dtype": f64}
-        ours, theirs = tplayers.FieldBatchNorm(4, grid, field, **options), BATCH[axes](4, **options)
+        ours = tplayers.FieldBatchNorm if kind == "batch" else tplayers.FieldInstanceNorm
+        ours, theirs = ours(4, grid, field, **options), (BATCH if kind == "batch" else INSTANCE)[axes](4, **options)
     elif kind == "group":
         options = {"affine": bias, "dtype": f64}
         ours, theirs = tplayers.FieldGroupNorm(groups, 4, grid, field, **options), nn.GroupNorm(groups, 4, **options)
