@@ -18,6 +18,12 @@ from .layer import FieldLayer, per_axis, summed_over_ranks
 from .taps import Taps
 
 
+def _cast(x: Tensor) -> Tensor:
+    """``x`` as autocast casts the input of torch's adaptive pooling: 3 axes on the host to float32."""
+    cast = x.is_cpu and x.dim() == 5 and x.dtype != torch.float64 and torch.is_autocast_enabled("cpu")
+    return x.float() if cast else x
+
+
 class _FieldAdaptivePool(FieldLayer):
     """Pooling to ``output_size`` points."""
 
@@ -65,6 +71,7 @@ class FieldAdaptiveAvgPool(_FieldAdaptivePool):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        x = _cast(x)
         y = wide(self.local(x))
         for dim, taps in enumerate(self._taps, start=2):
             y = taps.sums(y, dim)
@@ -79,6 +86,7 @@ class FieldAdaptiveMaxPool(_FieldAdaptivePool):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        x = _cast(x)
         y = self.local(x)
         # From the last axis on, so that of equal values the first one in memory wins, as of torch.
         for dim, taps in reversed(list(enumerate(self._taps, start=2))):
@@ -109,6 +117,7 @@ class FieldGlobalPool(FieldLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
+        x = _cast(x)
         if self.mode == "avg":
             y = summed_over_ranks(self.grid.comm, wide(x).flatten(2).sum(2) / self.input.points()).to(x.dtype)
         else:

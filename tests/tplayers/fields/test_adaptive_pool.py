@@ -101,6 +101,27 @@ def test_formats_and_dtypes_are_kept(comm, kind):
     torch.testing.assert_close(y, cut(theirs(whole), pool.output, grid), check_stride=False)
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_under_autocast_the_dtypes_are_torchs(comm, axes, dtype):
+    grid = CartesianGrid(comm, (comm.size, 1, 1)[:axes])
+    field = grid.decompose((4 * comm.size, 4, 4)[:axes])
+    size = (comm.size, 1, 1)[:axes]
+    whole = draw(1, 2, *field.shape).to(dtype)
+    for ours, theirs in (
+        (tplayers.FieldAdaptiveAvgPool(size, grid, field), AVG[axes](size if axes > 1 else comm.size)),
+        (tplayers.FieldAdaptiveMaxPool(size, grid, field), MAX[axes](size if axes > 1 else comm.size)),
+        (tplayers.FieldGlobalPool(grid, field), AVG[axes](1)),
+        (tplayers.FieldGlobalPool(grid, field, mode="max"), MAX[axes](1)),
+    ):
+        x = cut(whole, field, grid).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ours(x)
+            assert y.dtype == theirs(whole).dtype
+        y.sum().backward()
+        assert x.grad.dtype == dtype
+
+
 def test_arguments(comm):
     grid = CartesianGrid(comm, (comm.size,))
     field = grid.decompose((4 * comm.size,))
