@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -40,7 +39,7 @@ def halo_exchange(
     section 3, "generalized halo exchange").
     At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
     """
-    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
+    decomposition = _blocks(x, grid, decomposition)
     plan = plan_halo(grid, decomposition, widths, padding)
     compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
     return transfer(x, plan, grid.comm)
@@ -116,14 +115,15 @@ def roll(
     along = [axes] if isinstance(axes, int) else list(axes)
     if len(moves) != len(along):
         raise ValueError(f"roll: shifts={shifts!r} and axes={axes!r} must be equally many")
+    blocks = _blocks(x, grid, decomposition)
     by = [0] * len(grid.shape)
-    for move, axis in zip(moves, along, strict=True):
-        by[grid.check_axis(axis)] += move
-
-    def first(axis: int, points: int) -> int:
-        return -(by[axis] % points)
-
-    return _moved("roll", x, grid, decomposition, first, ["circular"] * len(by), tuple(by))
+    for move, axis in zip(moves, map(grid.check_axis, along), strict=True):
+        by[axis] = (by[axis] + move) % max(blocks.shape[axis], 1)
+    # The blocks of the field that begins ``by`` points before it; before it stand its last points.
+    ranges = blocks.halo_ranges([(move, -move) for move in by])
+    plan = halo_plan(blocks, grid.rank, ranges, ["circular"] * len(by))
+    compare_first("roll", x, plan.source_shape, grid.comm, blocks, arguments=f" by {by}")
+    return transfer(x, plan, grid.comm)
 
 
 def flip(
@@ -139,36 +139,21 @@ def flip(
     along = [grid.check_axis(axis) for axis in ([axes] if isinstance(axes, int) else axes)]
     if len(set(along)) < len(along):
         raise ValueError(f"flip: axes={axes!r} must name an axis once at most")
-    padding = ["reflect" if axis in along else "zeros" for axis in range(len(grid.shape))]
-
-    def first(axis: int, points: int) -> int:
-        return 1 - points if axis in along else 0  # about the first point, all others are reflected to their places
-
-    return _moved("flip", x, grid, decomposition, first, padding, tuple(sorted(along)))
-
-
-def _moved(
-    operation: str,
-    x: Tensor,
-    grid: CartesianGrid,
-    decomposition: Decomposition | None,
-    first: Callable[[int, int], int],
-    padding: Sequence[str],
-    key: tuple[int, ...],
-) -> Tensor:
-    """The same blocks of the field that begins at the position ``first``(axis, points) of the field with ``padding``.
-
-    key: the arguments of ``operation``, which all ranks have.
-    """
-    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
-    _check_grid(decomposition, grid)
-    ranges = []
-    for axis, points in enumerate(decomposition.shape):
-        begin = first(axis, points) if points else 0
-        ranges.append([(a + begin, b + begin) for a, b in itertools.pairwise(decomposition.bounds(axis))])
-    plan = halo_plan(decomposition, grid.rank, ranges, padding)
-    compare_first(operation, x, plan.source_shape, grid.comm, decomposition, key)
+    blocks = _blocks(x, grid, decomposition)
+    # Of an axis that is reflected about its first point, the blocks that end with this point.
+    ends = [points - 1 if axis in along else 0 for axis, points in enumerate(blocks.shape)]
+    padding = ["reflect" if axis in along else "zeros" for axis in range(len(ends))]
+    plan = halo_plan(blocks, grid.rank, blocks.halo_ranges([(end, -end) for end in ends]), padding)
+    compare_first("flip", x, plan.source_shape, grid.comm, blocks, arguments=f" along {sorted(along)}")
     return transfer(x, plan, grid.comm)
+
+
+def _blocks(x: Tensor, grid: CartesianGrid, decomposition: Decomposition | None) -> Decomposition:
+    """``decomposition``, or that of the shapes that the ranks tell each other."""
+    if decomposition is None:
+        return grid.decomposition_of(x.shape[-len(grid.shape) :])
+    _check_grid(decomposition, grid)
+    return decomposition
 
 
 def _check_grid(decomposition: Decomposition, grid: CartesianGrid) -> None:

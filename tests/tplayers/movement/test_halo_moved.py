@@ -5,29 +5,23 @@ import torch
 
 from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Decomposition, trace
 from tests.support.adjoints import assert_differentiates_twice, assert_dot_product, assert_gradients
-from tests.support.fields.comparison import cut, draw
+from tests.support.fields.comparison import SHAPES, cut, draw, drawn_blocks, numbers
 from tplayers.movement.halo import flip, roll
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
-
-SHAPES = {1: [(1,), (1, 1), (1, 1, 1)], 2: [(2,), (1, 2), (1, 2, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_50_drawn_fields(world, dtype):
     """Blocks of any sizes, none included; shifts around the field several times."""
-    generator = torch.Generator().manual_seed(5)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
+    number = numbers(5)
     for case in range(50):
         shape = SHAPES[world.size][case % 3]
         axes = len(shape)
         grid = CartesianGrid(world, shape, tuple(bool(number(0, 1)) for _ in shape))
-        field = Decomposition(tuple(tuple(number(0, 4) for _ in range(ranks)) for ranks in shape))
+        field = drawn_blocks(number, shape, 0, 4)
         whole = draw(2, *field.shape, seed=case).to(dtype)
-        along = torch.randperm(axes, generator=generator)[: number(0, axes)].tolist()
+        along = [axis for axis in range(axes) if number(0, 1)]
         shifts = [number(-15, 15) for _ in along]
         dims = [axis - axes for axis in along]
         blocks = None if case % 2 else field
@@ -90,5 +84,10 @@ def test_bad_arguments_raise_on_every_rank(world):
     with pytest.raises(ValueError, match="does not fit"):
         roll(x, grid, 1, 0, decomposition=Decomposition(((2,),) * 2))
     if world.size > 1:
-        with pytest.raises(CollectiveMismatch, match="asked for roll of float32"):
-            roll(torch.zeros(2 + (world.rank == 0)), grid, 1, 0, decomposition=field)
+        field, x, first = grid.decompose((9 * world.size,)), torch.zeros(9), world.rank == 0  # not compared before
+        with pytest.raises(CollectiveMismatch, match=r"asked for roll by \[1\] of float32"):
+            roll(torch.zeros(9 + first), grid, 1, 0, decomposition=field)
+        with pytest.raises(CollectiveMismatch, match=r"asked for roll by \[2\]"):
+            roll(x, grid, 2 + first, 0, decomposition=field)
+        with pytest.raises(CollectiveMismatch, match=r"asked for flip along \[\]"):
+            flip(x, grid, [] if first else 0, decomposition=field)
