@@ -58,6 +58,7 @@ TESTED_BY = {
     "tplayers/context/ulysses.py": ["tplayers/context/test_group.py"],
     "tplayers/dropout_kernel.py": ["tplayers/test_rng_dropout.py"],
     "tplayers/fields/conv.py": ["tplayers/fields/test_layers_drawn.py"],
+    "tplayers/fields/normalise.py": ["tplayers/fields/test_norm.py"],
     "tplayers/fields/same_layer.py": ["tplayers/fields/test_layer.py"],
     "tplayers/fields/taps.py": ["tplayers/fields/test_upsample.py", "tplayers/fields/test_adaptive_pool.py"],
     "tplayers/models/part.py": ["trainers/pipeline/test_schedule.py"],

@@ -57,7 +57,7 @@ def test_an_instance_norm_trains_and_evaluates_as_torchs(grid, field, affine, mo
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_large_mean_does_not_cancel_in_float32(grid, field, kind, most, monkeypatch):
     """Also where statistics are reduced, as on many ranks."""
-    monkeypatch.setattr("tplayers.fields.norm.GATHERED", most)
+    monkeypatch.setattr("tplayers.fields.normalise.GATHERED", most)
     layer = {
         "batch": lambda: tplayers.FieldBatchNorm(4, grid, field),
         "group": lambda: tplayers.FieldGroupNorm(2, 4, grid, field),
