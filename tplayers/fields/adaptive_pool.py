@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
 from commengine.dtypes import wide
+from tplayers.adjoint_pair import apply_pair
 from tplayers.movement.transfer import memory_format
 from tplayers.placement import require_one_of
 
@@ -136,10 +137,15 @@ class FieldGlobalPool(FieldLayer):
             inner = math.prod(block[axis + 1 :])
             places += (at // inner % block[axis] + part.start) * strides[axis]
         mine = torch.stack((values.detach().double(), places.double()))
+        chosen = apply_pair(mine, self._first_of_all, torch.zeros_like)  # it shows torch.func's tensors as plain ones
+        return summed_over_ranks(comm, values.masked_fill(chosen == 0, 0))
+
+    def _first_of_all(self, mine: Tensor) -> Tensor:
+        """1 where this rank's of all ranks' [values, places] is the maximum at the first place, 0 elsewhere."""
+        comm = self.grid.comm
         ranks = mine.new_empty(comm.size, *mine.shape)
         comm.all_gather(ranks.view(-1), mine.view(-1))
-        each, where = ranks.unbind(1)
-        best = (each == each.max(0).values) | each.isnan()
-        first = where.masked_fill(~best, math.inf).min(0).values
-        chosen = best[comm.rank] & (where[comm.rank] == first)
-        return summed_over_ranks(comm, values.masked_fill(~chosen, 0))
+        values, places = ranks.unbind(1)
+        best = (values == values.max(0).values) | values.isnan()
+        first = places.masked_fill(~best, math.inf).min(0).values
+        return (best[comm.rank] & (places[comm.rank] == first)).to(mine.dtype)
