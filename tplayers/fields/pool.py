@@ -38,9 +38,9 @@ class _FieldPool(FieldLayer):
         super().__init__(grid, input)
         self.kernel = natural(kernel_size, self.axes, "kernel_size", 1)
         self.stride = self.kernel if stride is None else natural(stride, self.axes, "stride", 1)
-        self.dilation, pads = natural(dilation, self.axes, "dilation", 1), natural(padding, self.axes, "padding", 0)
-        self.ceil_mode = ceil_mode
-        each = zip(self.kernel, self.stride, self.dilation, pads, pads, strict=True)
+        self.dilation = natural(dilation, self.axes, "dilation", 1)
+        self.padding, self.ceil_mode = natural(padding, self.axes, "padding", 0), ceil_mode
+        each = zip(self.kernel, self.stride, self.dilation, self.padding, self.padding, strict=True)
         self._rules = [Sliding(*numbers, ceil=ceil_mode) for numbers in each]
         if any(2 * rule.before > rule.reach + 1 for rule in self._rules):  # as torch
             raise ValueError(f"padding={padding} must be at most half of kernel_size={kernel_size}")
@@ -86,7 +86,7 @@ class FieldAvgPool(_FieldPool):
     ) -> None:
         options: dict[str, Any] = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode, "output": output}
         super().__init__(kernel_size, grid, input, **options, fill=0.0)
-        counts = None
+        self.count_include_pad, counts = count_include_pad, None
         if ceil_mode or (not count_include_pad and any(rule.before for rule in self._rules)):
             slices = self.output.slices(grid.coords)
             counts = inputs_counted(self._rules, input.shape, slices, count_include_pad) / math.prod(self.kernel)

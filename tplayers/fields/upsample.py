@@ -9,6 +9,7 @@ from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
 from commengine.dtypes import wide
+from tplayers.functions import widened
 from tplayers.movement.transfer import memory_format
 from tplayers.placement import require_one_of
 
@@ -50,7 +51,7 @@ class FieldUpsample(FieldLayer):
         super().__init__(grid, input)
         require_one_of(tuple(_AROUND), mode=mode)
         require_one_of(("replicate", "circular"), padding_mode=padding_mode)
-        self.mode = _LINEAR[self.axes] if mode == "linear" else mode
+        self.mode, self.padding_mode = _LINEAR[self.axes] if mode == "linear" else mode, padding_mode
         around = _AROUND[mode]
         if around and self.mode not in (_LINEAR[self.axes], "bicubic" if self.axes == 2 else None):
             fits = " or ".join((_LINEAR[self.axes], *["bicubic"] * (self.axes == 2)))
@@ -80,7 +81,8 @@ class FieldUpsample(FieldLayer):
             y = F.interpolate(self.local(x), scale_factor=[float(scale) for scale in self.scale], mode=self.mode)
             return narrowed(y, self._wanted)
         # torch would place the outputs between the corners of what this rank reads, and not of the field.
-        y = wide(self.local(x))
+        x = widened(self.local(x))
+        y = wide(x)
         for dim, taps in enumerate(self._taps, start=2):
             y = taps.sums(y, dim)
         return y.to(x.dtype).contiguous(memory_format=memory_format(x))
