@@ -19,7 +19,7 @@ class Taps:
     """
 
     def __init__(self, places: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
-        self._places = torch.tensor(places, device="cpu")
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
         self._weights = torch.tensor(weights, dtype=torch.float64, device="cpu")
         flat = [place for window in places for place in window]
         #: as many inputs as there are, each once and in order: nothing has to be copied

@@ -9,13 +9,12 @@ from torch import nn
 import commengine
 import tplayers
 from commengine import CartesianGrid, Communicator, Decomposition
-from tests.support.fields.comparison import close, cut, draw, joined, same_bits
+from tests.support.fields.comparison import SHAPES, close, cut, draw, drawn_blocks, joined, numbers, same_bits
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 AVG = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
 MAX = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
-SHAPES = {1: [(1,), (1, 1), (1, 1, 1)], 2: [(2,), (1, 2), (1, 2, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +35,11 @@ def derivatives(pool, x, ranks, weights, way):
 
 @pytest.mark.parametrize("mode", ["avg", "max"])
 def test_global_pooling_in_50_drawn_cases(comm, mode):
-    generator = torch.Generator().manual_seed(3)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
+    number = numbers(3)
     for case in range(50):
         shape = SHAPES[comm.size][case % 3]
         grid = CartesianGrid(comm, shape)
-        field = Decomposition(tuple(tuple(number(1, 4) for _ in range(ranks)) for ranks in shape))
+        field = drawn_blocks(number, shape, 1, 4)
         whole = draw(number(1, 2), 3, *field.shape, seed=case)
         if case % 2:
             whole = whole.round()  # with equal values on several ranks, of which the first one has the gradient
@@ -91,11 +86,11 @@ def test_what_global_pooling_sends(comm):
 @pytest.mark.parametrize("kind", [tplayers.FieldAdaptiveAvgPool, tplayers.FieldAdaptiveMaxPool])
 def test_formats_and_dtypes_are_kept(comm, kind):
     grid = CartesianGrid(comm, (comm.size, 1))
-    field = grid.decompose((5 * comm.size, 6))
-    theirs = (nn.AdaptiveAvgPool2d if kind is tplayers.FieldAdaptiveAvgPool else nn.AdaptiveMaxPool2d)((4, 3))
+    field = grid.decompose((7 * comm.size, 7))  # windows of two lengths
+    theirs = (nn.AdaptiveAvgPool2d if kind is tplayers.FieldAdaptiveAvgPool else nn.AdaptiveMaxPool2d)((5, 3))
     whole = draw(1, 3, *field.shape).bfloat16()
     x = cut(whole, field, grid).contiguous(memory_format=torch.channels_last)
-    pool = kind((4, 3), grid, field)
+    pool = kind((5, 3), grid, field)
     y = pool(x)
     assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(y, cut(theirs(whole), pool.output, grid), check_stride=False)

@@ -1,34 +1,28 @@
 """Pooling with ceil_mode against torch's on the whole field."""
 
 import pytest
-import torch
 from torch import nn
 
 import tplayers
-from commengine import CartesianGrid, Communicator, Decomposition
-from tests.support.fields.comparison import draw, equals_torchs
+from commengine import CartesianGrid, Communicator
+from tests.support.fields.comparison import SHAPES, draw, drawn_blocks, equals_torchs, numbers
 from tests.support.fields.second_derivatives import equals_torchs_twice, tangents_equal_torchs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 AVG = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
 MAX = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
-SHAPES = {1: [(1,), (1, 1), (1, 1, 1)], 2: [(2,), (1, 2), (1, 2, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
 @pytest.mark.parametrize("kind", ["max", "avg", "avg of inputs alone"])
 def test_ceil_mode_in_50_drawn_cases(mpi_world, kind):
-    generator = torch.Generator().manual_seed(8)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
+    number = numbers(8)
     with Communicator(mpi_world, device="cpu") as comm:
         cases = beyond = 0
         while cases < 50:
             shape = SHAPES[comm.size][cases % 3]
             axes, grid = len(shape), CartesianGrid(comm, shape)
-            field = Decomposition(tuple(tuple(number(1, 6) for _ in range(ranks)) for ranks in shape))
+            field = drawn_blocks(number, shape, 1, 6)
             kernel = tuple(number(1, 4) for _ in shape)
             options = {"stride": tuple(number(1, 4) for _ in shape), "ceil_mode": True}
             options["padding"] = tuple(number(0, k // 2) for k in kernel)

@@ -6,13 +6,12 @@ from torch import nn
 
 import tplayers
 from commengine import CartesianGrid, Communicator, Decomposition
-from tests.support.fields.comparison import close, cut, draw, equals_torchs, joined
+from tests.support.fields.comparison import SHAPES, close, cut, draw, drawn_blocks, equals_torchs, joined, numbers
 from tests.support.fields.second_derivatives import equals_torchs_twice, tangents_equal_torchs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
-SHAPES = {1: [(1,), (1, 1), (1, 1, 1)], 2: [(2,), (1, 2), (1, 2, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,11 @@ def comm(mpi_world):
     [("nearest", False), ("nearest-exact", False), *((k, c) for k in ("linear", "bicubic") for c in (False, True))],
 )
 def test_50_drawn_cases_of_each_mode(comm, kind, align_corners):
-    generator = torch.Generator().manual_seed(4)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
+    number = numbers(4)
     for case in range(50):
         shape = SHAPES[comm.size][1 if kind == "bicubic" else case % 3]
         grid = CartesianGrid(comm, shape)
-        field = Decomposition(tuple(tuple(number(1, 4) for _ in range(ranks)) for ranks in shape))
+        field = drawn_blocks(number, shape, 1, 4)
         mode = LINEAR[len(shape)] if kind == "linear" else kind
         scale = tuple(number(1, 5) for _ in shape)
         options = {"align_corners": True} if align_corners else {}
