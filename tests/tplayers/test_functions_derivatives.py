@@ -501,8 +501,8 @@ TRANSFORMED = [
     for name in CASES
     if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
     or name in ("reduce_scatter", "repartition", "shift", "roll", "flip", "transfer", "transfer_adjoint")
-    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldAdaptive", "FieldGlobalPool",
-        "FieldUpsample"))
+    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldAdaptive",
+        "FieldGlobalPool", "FieldUpsample"))
 ]  # fmt: skip
 
 

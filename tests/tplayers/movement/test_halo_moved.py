@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Decomposition, trace
-from tests.support.adjoints import assert_differentiates_twice, assert_dot_product, assert_gradients
+from tests.support.adjoints import assert_dot_product
 from tests.support.fields.comparison import SHAPES, cut, draw, drawn_blocks, numbers
 from tplayers.movement.halo import flip, roll
 
@@ -47,18 +47,6 @@ def test_one_axis_and_an_axis_twice(world):
     assert torch.equal(roll(x, grid, 1, 0), cut(torch.roll(whole, 1, 1), field, grid))
     assert torch.equal(roll(x, grid, (1, 3), (0, -1)), cut(torch.roll(whole, 4, 1), field, grid))
     assert torch.equal(flip(x, grid, -1), cut(torch.flip(whole, [1]), field, grid))
-
-
-def test_derivatives(world):
-    grid = CartesianGrid(world, (world.size,))
-    field = grid.decompose((2 * world.size + 1,))
-    shape = (2, *field.local_shape(grid.coords))
-    for function in (
-        lambda x: roll(x, grid, 3, 0, decomposition=field),
-        lambda x: flip(x, grid, 0, decomposition=field),
-    ):
-        assert_gradients(function, shape, world)
-        assert_differentiates_twice(function, shape, world)
 
 
 @pytest.mark.mpi(min_size=2)
