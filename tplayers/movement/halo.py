@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
+from tplayers.functions import outside_graphs
 
 from .compared import compare_first
 from .plan import BlockPart, TransferPlan, halo_plan
@@ -16,6 +17,7 @@ from .transfer import transfer, transfer_adjoint
 Widths = int | Sequence[int | tuple[int, int]]
 
 
+@outside_graphs
 def halo_exchange(
     x: Tensor,
     grid: CartesianGrid,
@@ -45,6 +47,7 @@ def halo_exchange(
     return transfer(x, plan, grid.comm)
 
 
+@outside_graphs
 def halo_accumulate(
     y: Tensor,
     grid: CartesianGrid,
@@ -63,6 +66,7 @@ def halo_accumulate(
     return transfer_adjoint(y, plan, grid.comm)
 
 
+@outside_graphs
 def shift(
     x: Tensor, grid: CartesianGrid, axis: int, step: int = 1, *, decomposition: Decomposition | None = None
 ) -> Tensor:
@@ -93,6 +97,7 @@ def shift(
     return transfer(x, plan, grid.comm)
 
 
+@outside_graphs
 def roll(
     x: Tensor,
     grid: CartesianGrid,
@@ -126,6 +131,7 @@ def roll(
     return transfer(x, plan, grid.comm)
 
 
+@outside_graphs
 def flip(
     x: Tensor, grid: CartesianGrid, axes: int | Sequence[int], *, decomposition: Decomposition | None = None
 ) -> Tensor:

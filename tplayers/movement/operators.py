@@ -208,6 +208,7 @@ def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received:
     return apply_pair(x, lambda x: _rows(x, comm, received, sent), lambda y: _rows(y, comm, sent, received))
 
 
+@outside_graphs
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:
     """Turn this rank's block of ``source`` into its block of ``target``: other blocks, or a grid of another shape.
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import tplayers
 from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Decomposition, trace
 from tests.support.adjoints import assert_dot_product
 from tests.support.fields.comparison import SHAPES, cut, draw, drawn_blocks, numbers
@@ -47,6 +48,28 @@ def test_one_axis_and_an_axis_twice(world):
     assert torch.equal(roll(x, grid, 1, 0), cut(torch.roll(whole, 1, 1), field, grid))
     assert torch.equal(roll(x, grid, (1, 3), (0, -1)), cut(torch.roll(whole, 4, 1), field, grid))
     assert torch.equal(flip(x, grid, -1), cut(torch.flip(whole, [1]), field, grid))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.parametrize("name", ["roll", "flip", "halo_exchange", "halo_accumulate", "shift", "repartition"])
+def test_the_compiler_runs_an_operator_between_graphs(world, name):
+    grid = CartesianGrid(world, (world.size,))
+    field = grid.decompose((5 * world.size,))
+    operator = {
+        "roll": lambda x: roll(x, grid, 2, 0, decomposition=field),
+        "flip": lambda x: flip(x, grid, 0, decomposition=field),
+        "halo_exchange": lambda x: tplayers.halo_exchange(x, grid, 1, decomposition=field),
+        "halo_accumulate": lambda x: tplayers.halo_accumulate(x, grid, 1, decomposition=field),
+        "shift": lambda x: tplayers.shift(x, grid, 0),
+        "repartition": lambda x: tplayers.repartition(x, world, field, field),
+    }[name]
+    torch._dynamo.reset()
+    x = draw(2, 7 if name == "halo_accumulate" else 5, seed=world.rank).requires_grad_()
+    compiled = torch.compile(lambda x: operator(x.cos()).sin(), backend="aot_eager")
+    found, expected = compiled(x), operator(x.cos()).sin()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)))
 
 
 @pytest.mark.mpi(min_size=2)
