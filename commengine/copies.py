@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-
-import torch
 
 from .agreement import ranks_named
 from .communicator import Communicator
@@ -16,22 +15,19 @@ def difference_between(comm: Communicator, items: Sequence[tuple[str, int]]) -> 
     """The first item whose value is not equal on all ranks of ``comm``, and where it differs; None if all are equal.
 
     items: (name, value); the values are integers of 64 bits, such as checksums. The ranks are those of the world.
-    Collective over ``comm``, with the same names on every rank: an all-reduce of 16 bytes, and an all-gather of all
-    values where they differ.
+    Collective over ``comm``, with the same names on every rank: an all-reduce of 16 bytes, and an all-gather of
+    each value where they differ. It makes no tensor, which ``torch.func`` would wrap.
     """
     if comm.size == 1:
         return None
-    mine = torch.tensor([value for _, value in items], dtype=torch.int64, device="cpu")
-    digest = hashlib.blake2b(mine.numpy().tobytes(), digest_size=8).digest()
-    of_all = int.from_bytes(digest, "big") >> 1  # 63 bits, so that it can be negated
-    ends = torch.tensor([of_all, -of_all], dtype=torch.int64, device="cpu")
-    comm.all_reduce(ends, "max")
-    if int(ends[0]) == -int(ends[1]):
+    values = [value for _, value in items]
+    digest = hashlib.blake2b(array("q", values).tobytes(), digest_size=8).digest()
+    low, high = comm.extremes([int.from_bytes(digest, "big") >> 1])  # 63 bits, so that it can be negated
+    if low == high:
         return None
-    every = mine.new_empty(comm.size, len(items))
-    comm.all_gather(every, mine.unsqueeze(0))
-    unequal = [n for n in range(len(items)) if len(set(every[:, n].tolist())) > 1]
-    name, values = items[unequal[0]][0], every[:, unequal[0]].tolist()
+    every = [comm.each_number(value) for value in values]
+    unequal = [n for n, of_ranks in enumerate(every) if len(set(of_ranks)) > 1]
+    name, values = items[unequal[0]][0], every[unequal[0]]
     more = f" (and {len(unequal) - 1} more)" if len(unequal) > 1 else ""
     return f"{name}{more} {_parties(values, comm.world_ranks())}"
 

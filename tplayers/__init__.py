@@ -19,6 +19,9 @@ from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .experts.losses import RouterLosses as RouterLosses
 from .experts.moe import ExpertOptions as ExpertOptions
 from .experts.moe import MoE as MoE
+from .fields.adaptive_pool import FieldAdaptiveAvgPool as FieldAdaptiveAvgPool
+from .fields.adaptive_pool import FieldAdaptiveMaxPool as FieldAdaptiveMaxPool
+from .fields.adaptive_pool import FieldGlobalPool as FieldGlobalPool
 from .fields.attention import FieldAttention as FieldAttention
 from .fields.conv import FieldConv as FieldConv
 from .fields.conv import FieldConvTranspose as FieldConvTranspose
@@ -26,6 +29,7 @@ from .fields.dropout import FieldDropout as FieldDropout
 from .fields.dropout import set_randomness as set_randomness
 from .fields.norm import FieldBatchNorm as FieldBatchNorm
 from .fields.norm import FieldGroupNorm as FieldGroupNorm
+from .fields.norm import FieldInstanceNorm as FieldInstanceNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm
 from .fields.pool import FieldAvgPool as FieldAvgPool
 from .fields.pool import FieldMaxPool as FieldMaxPool
@@ -56,9 +60,11 @@ from .models.part import ModelPart as ModelPart
 from .models.part import StageInput as StageInput
 from .models.transformer import Transformer as Transformer
 from .models.unet import UNet as UNet
+from .movement.halo import flip as flip
 from .movement.halo import halo_accumulate as halo_accumulate
 from .movement.halo import halo_exchange as halo_exchange
 from .movement.halo import plan_halo as plan_halo
+from .movement.halo import roll as roll
 from .movement.halo import shift as shift
 from .movement.operators import all_gather as all_gather
 from .movement.operators import all_reduce as all_reduce

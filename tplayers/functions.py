@@ -39,7 +39,7 @@ def lowered(x: Tensor, *more: Tensor | None) -> tuple[Any, ...]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` as autocast casts the input of a norm: to float32 on a device. torch's norms of the host keep its dtype."""
+    """``x`` as autocast casts the input of a norm or an interpolation: to float32 on a device, not on the host."""
     kind = x.device.type
     cast = kind != "cpu" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return x.float() if cast else x

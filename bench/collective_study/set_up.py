@@ -29,7 +29,7 @@ from commengine.grid import AXES
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from commengine.shared_memory.nodes import nodes_of
 from tplayers import FieldConv, SpectralConv
-from tplayers.fields.norm import moments
+from tplayers.fields.normalise import moments
 from tplayers.fields.same_layer import require_same_layer
 from tplayers.movement.compared import compare
 from tplayers.movement.plan import repartition_plan

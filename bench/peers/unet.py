@@ -47,7 +47,8 @@ class WholeUNet(nn.Module):
             kept.append(x)
         kept.pop()
         for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat((kept.pop(), up(x)), dim=1))
+            here = kept.pop()
+            x = merge(torch.cat((here, up(x, output_size=here.shape[2:])), dim=1))
         return self.last(x)  # type: ignore[no-any-return]
 
 

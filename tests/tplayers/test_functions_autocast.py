@@ -151,6 +151,12 @@ def test_layers_give_the_dtypes_of_torchs(group, dtype):
         (tplayers.FieldAttention(4, 2, grid, field), OfPoints(4, 2, batch_first=True), block),
         (tplayers.FieldBatchNorm(4, grid, field), nn.BatchNorm2d(4), block),
         (tplayers.FieldGroupNorm(2, 4, grid, field), nn.GroupNorm(2, 4), block),
+        (tplayers.FieldInstanceNorm(4, grid, field, affine=True), nn.InstanceNorm2d(4, affine=True), block),
+        (
+            tplayers.FieldUpsample(2, grid, field, mode="linear", align_corners=True),
+            nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+            block,
+        ),
     ]
     if dtype == torch.float64:  # torch's own need parameters in float64, too
         pairs = [(mine.double(), torchs.double(), shape) for mine, torchs, shape in pairs]

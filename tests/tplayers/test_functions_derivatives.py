@@ -278,10 +278,20 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldDropout": of_field(dropping),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
+    "FieldAdaptiveAvgPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveAvgPool(3, grid, whole)),
+    "FieldAdaptiveMaxPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveMaxPool(3, grid, whole)),
+    "FieldGlobalPool": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole)),
+    "FieldGlobalPool, max": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole, mode="max")),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
+    "FieldUpsample, of corners": of_field(
+        lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="bicubic", align_corners=True)
+    ),
     "FieldBatchNorm": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64)),
     "FieldBatchNorm, plain": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, affine=False)),
     "FieldBatchNorm, 1 axis": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64), axes=1),
+    "FieldInstanceNorm": of_field(
+        lambda grid, whole: tplayers.FieldInstanceNorm(2, grid, whole, affine=True, dtype=F64)
+    ),
     "FieldGroupNorm": of_field(lambda grid, whole: tplayers.FieldGroupNorm(2, 4, grid, whole, dtype=F64), 4),
     "FieldLayerNorm": of_field(lambda grid, whole: tplayers.FieldLayerNorm(2, grid, whole, dtype=F64)),
     "SpectralConv": of_field(lambda grid, whole: tplayers.SpectralConv(2, 2, 2, grid, whole, dtype=F64)),
@@ -312,6 +322,8 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "scatter": of_operator(tplayers.scatter, 4, 3),
     "sum_reduce": of_operator(tplayers.sum_reduce, 2, 3),
     "repartition": of_grid(lambda x, grid, whole: tplayers.repartition(x, grid.comm, whole, whole)),
+    "roll": of_grid(lambda x, grid, whole: tplayers.roll(x, grid, 2, 0, decomposition=whole)),
+    "flip": of_grid(lambda x, grid, whole: tplayers.flip(x, grid, 0, decomposition=whole)),
     "shift": of_grid(lambda x, grid, whole: tplayers.shift(x, grid, 0)),
     "halo_exchange": of_grid(lambda x, grid, whole: tplayers.halo_exchange(x, grid, 1, decomposition=whole)),
     "halo_accumulate": of_grid(lambda x, grid, whole: tplayers.halo_accumulate(x, grid, 1, decomposition=whole), 5),
@@ -488,8 +500,9 @@ TRANSFORMED = [
     name
     for name in CASES
     if name.endswith("_region") or name.split("_")[0] in ("all", "broadcast", "gather", "scatter", "sum", "halo")
-    or name in ("reduce_scatter", "repartition", "shift", "transfer", "transfer_adjoint")
-    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldUpsample"))
+    or name in ("reduce_scatter", "repartition", "shift", "roll", "flip", "transfer", "transfer_adjoint")
+    or name.startswith(("FieldConv", "FieldAttention", "FieldMaxPool", "FieldAvgPool", "FieldAdaptive",
+        "FieldGlobalPool", "FieldUpsample"))
 ]  # fmt: skip
 
 

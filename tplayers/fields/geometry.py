@@ -13,7 +13,9 @@ rule               output o reads the inputs                           the centr
 =================  ==================================================  =============================================
 Sliding            o * stride - before + t * dilation, 0 <= t < kernel  their mean
 Transposed         i with o = i * stride - padding + t * dilation      (o + padding - reach / 2) / stride
-Scaled             those next to its centre                            (o + 1/2) / scale - 1/2
+Adaptive           from o * n / outputs to (o + 1) * n / outputs       (o + 1/2) * n / outputs - 1/2
+Scaled             those next to its centre                            (o + 1/2) / scale - 1/2; with corners
+                                                                       o * (n - 1) / (n * scale - 1)
 =================  ==================================================  =============================================
 """
 
@@ -45,14 +47,22 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class Sliding(_Kernel):
-    """Convolution and pooling. before, after: the padding on both sides."""
+    """Convolution and pooling. before, after: the padding on both sides.
+
+    ceil: inputs that are left over at the end have an output, too, if it begins before the padding at the end does.
+    """
 
     before: int = 0
     after: int = 0
+    ceil: bool = False
 
     def outputs(self, points: int) -> int:
         """Return the number of outputs of ``points`` inputs; less than one if there are too few."""
-        return (points + self.before + self.after - self.reach - 1) // self.stride + 1
+        room = points + self.before + self.after - self.reach - 1
+        if not self.ceil:
+            return room // self.stride + 1
+        last = -(-room // self.stride)
+        return last + (last * self.stride < points + self.before)
 
     def centre(self) -> tuple[int, int, int]:
         """Return (a, b, c): output o is centred at the place (a * o + b) / c of the input; a and c are positive."""
@@ -95,29 +105,51 @@ class Transposed(_Kernel):
 
 
 @dataclass(frozen=True)
+class Adaptive:
+    """Pooling of ``points`` inputs to ``size`` outputs, whose windows are as equal as whole numbers can be."""
+
+    size: int
+    points: int
+
+    def outputs(self, points: int) -> int:
+        return self.size
+
+    def centre(self) -> tuple[int, int, int]:
+        return 2 * self.points, self.points - self.size, 2 * self.size
+
+    def reads(self, start: int, stop: int) -> Span:
+        return start * self.points // self.size, -(-stop * self.points // self.size)
+
+
+@dataclass(frozen=True)
 class Scaled:
-    """Upsampling by a whole number. linear: an output lies between two inputs, otherwise in the cell of one."""
+    """Upsampling by a whole number.
+
+    around: how many inputs on each side of its centre an output reads; 0: the one in whose cell it lies.
+    corners: the number of inputs, if the first and the last output lie on the first and the last input; otherwise 0.
+    """
 
     scale: int
-    linear: bool = False
+    around: int = 0
+    corners: int = 0
 
     def outputs(self, points: int) -> int:
         return points * self.scale
 
     def centre(self) -> tuple[int, int, int]:
+        if self.corners > 1:  # all outputs of one input are its copies
+            return self.corners - 1, 0, self.corners * self.scale - 1
         return 2, 1 - self.scale, 2 * self.scale
 
     def reads(self, start: int, stop: int) -> Span:
-        if not self.linear:
+        if not self.around:
             return start // self.scale, (stop - 1) // self.scale + 1
-        # the inputs floor(centre) and floor(centre) + 1
-        low = (2 * start + 1 - self.scale) // (2 * self.scale)
-        high = (2 * stop - 1 - self.scale) // (2 * self.scale) + 2
-        return low, high
+        a, b, c = self.centre()
+        return (a * start + b) // c - self.around + 1, (a * (stop - 1) + b) // c + self.around + 1
 
 
 #: how a layer reads one axis of its input
-Rule: TypeAlias = Sliding | Transposed | Scaled
+Rule: TypeAlias = Sliding | Transposed | Adaptive | Scaled
 
 
 def output_bounds(rule: Rule, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -138,7 +138,8 @@ class LocalInput:
     layer: its grid and input, and its name for errors.
     rules: one for each axis. modes: the padding of each axis, one of PADDINGS, or "clipped": inputs outside the
     field are left out. Circular wraps around, whether the grid is periodic or not. fill: the value of "zeros".
-    output: the decomposition of the outputs; None: each output belongs to the rank of its centre (`geometry`).
+    output: the decomposition of the outputs; None: each output belongs to the rank of its centre (`geometry`). An axis
+    on which a rank would have none is cut evenly, if it has enough outputs.
 
     ``span`` are the global positions that this rank reads along each axis, padding included.
     ``plan`` is the transfer that brings them here.
@@ -158,7 +159,11 @@ class LocalInput:
         expected = tuple(rule.outputs(n) for rule, n in zip(rules, decomposition.shape, strict=True))
         if output is None:
             bounds = [output_bounds(rule, sizes) for rule, sizes in zip(rules, decomposition.blocks, strict=True)]
-            output = Decomposition(tuple(tuple(b - a for a, b in itertools.pairwise(ends)) for ends in bounds))
+            blocks = [tuple(b - a for a, b in itertools.pairwise(ends)) for ends in bounds]
+            for axis, (sizes, points) in enumerate(zip(blocks, expected, strict=True)):
+                if min(sizes) < 1 and points >= len(sizes):
+                    blocks[axis] = Decomposition.even((points,), (len(sizes),)).blocks[0]
+            output = Decomposition(tuple(blocks))
         elif output.shape != expected or output.grid_shape != grid.shape:
             raise ValueError(
                 f"{name}: output={output.blocks} must cut {list(expected)} points over {list(grid.shape)} ranks"
@@ -174,7 +179,8 @@ class LocalInput:
         native = []
         for axis, (rule, mode, points) in enumerate(zip(rules, modes, decomposition.shape, strict=True)):
             alone = mode == "zeros" and len(spans[axis]) == 1
-            native.append(rule.before if alone and isinstance(rule, Sliding) and rule.before == rule.after else 0)
+            alone = alone and isinstance(rule, Sliding) and rule.before == rule.after and not rule.ceil
+            native.append(rule.before if alone and isinstance(rule, Sliding) else 0)
             if native[axis]:
                 spans[axis] = [(0, points)]
             elif mode == "clipped":
@@ -189,9 +195,9 @@ class LocalInput:
         for axis, ((start, stop), points) in enumerate(zip(self.span, decomposition.shape, strict=True)):
             ends = ((start, min(stop, 0)), (max(start, points), stop))
             self._outside += [(axis - len(spans), low - start, high - low) for low, high in ends if low < high]
-        blocks = [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
+        own = [list(itertools.pairwise(decomposition.bounds(axis))) for axis in range(len(spans))]
         #: whether every rank reads its own block and nothing else
-        self.is_block = spans == blocks
+        self.is_block = spans == own
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the part of the field that this rank's outputs read. Differentiable. Collective over the grid."""
@@ -234,8 +240,8 @@ def _total(comm: Communicator, x: Tensor) -> Tensor:
     return found
 
 
-def _summed(comm: Communicator, x: Tensor, tie: Tensor | None = None) -> Tensor:
-    """The sum over the ranks. What they compute of it are terms of one sum, so it is its own adjoint."""
+def summed_over_ranks(comm: Communicator, x: Tensor, tie: Tensor | None = None) -> Tensor:
+    """Return the sum over the ranks. What they compute of it are terms of one sum, so it is its own adjoint."""
     total = functools.partial(_total, comm)
     return apply_pair(x, total, total, tie)
 
@@ -253,7 +259,7 @@ class _Replicated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             pairs = zip(grads, ctx.saved_tensors, strict=True)
-            return None, *(_summed(ctx.comm, grad, tie) for grad, tie in pairs)
+            return None, *(summed_over_ranks(ctx.comm, grad, tie) for grad, tie in pairs)
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from commengine import CollectiveMismatch, Communicator, Decomposition
 from commengine.copies import difference_between
+from tplayers.adjoint_pair import apply_pair
 from tplayers.movement.compared import wants_gradient
 
 _SETTINGS = (bool, int, float, str, tuple, torch.dtype, Decomposition)
@@ -45,4 +46,11 @@ def _described(layer: nn.Module) -> str:
 
 def _checksum(tensor: Tensor) -> int:
     """CRC-32 of the values; it needs no library besides Python's own."""
-    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    found = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(zlib.crc32(x.reshape(-1).view(torch.uint8).cpu().numpy().data))
+        return x.new_empty(0)
+
+    apply_pair(tensor.detach(), look, torch.zeros_like)  # it shows torch.func's tensors as plain ones
+    return found[0]

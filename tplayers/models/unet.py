@@ -24,15 +24,19 @@ class UNet(nn.Module):
     """A U-Net: ``depth`` halvings of the field, as many doublings, and a connection between equal sizes.
 
     in_channels, out_channels: of the field that goes in, and of the result.
-    grid, input: the ranks, and the decomposition of the field. The result has the same decomposition. 2 ** depth must
-        divide the number of points of each axis (else ValueError); the blocks may be uneven.
+    grid, input: the ranks, and the decomposition of the field. The result has the same decomposition. The field and the
+        blocks may have any sizes, as long as the smallest level has a point for each rank on each axis (else
+        ValueError).
     width: the channels of the first level; each level has twice as many as the one above it.
     padding_mode: of the convolutions, at the borders of the whole field (see `FieldConv`): one, or one for each axis.
     norm: "batch", "group" (8 channels a group, or all where fewer) or "none".
 
     Each level has two convolutions of ``kernel_size``, each followed by the normalisation and a ReLU. A maximum over
     2 x 2 ... points halves the field, and a transposed convolution doubles it. A last convolution of size 1 makes the
-    result. Call `tplayers.initialize` on the model or a module that contains it.
+    result. Of an odd number of points the last one has no place in the halved field: n points become n // 2. On the way
+    up the transposed convolution makes n again, as torch's does with ``output_size`` of the connection's field; nothing
+    but its bias reaches the last point. Where the blocks of a level would leave a rank without a point, this axis is
+    cut evenly on the levels below. Call `tplayers.initialize` on the model or a module that contains it.
 
     forward: x [batch, in_channels, *local block] -> [batch, out_channels, *local block]. Collective over the grid;
     every rank must run the backward.
@@ -55,11 +59,13 @@ class UNet(nn.Module):
         super().__init__()
         require_one_of(NORMS, norm=norm)
         check_geometry("UNet", grid, input)
-        if any(points % 2**depth for points in input.shape):
-            raise ValueError(
-                f"UNet: a field of {list(input.shape)} points cannot be halved depth={depth} times: each axis must "
-                f"have a multiple of {2**depth} points"
-            )
+        for axis, (points, ranks) in enumerate(zip(input.shape, grid.shape, strict=True)):
+            if points // 2**depth < ranks:
+                raise ValueError(
+                    f"UNet: depth={depth} leaves {points // 2**depth} of the {points} points of axis {axis}, which "
+                    f"{ranks} ranks split: use a smaller depth, fewer ranks along this axis, or at least "
+                    f"{ranks * 2**depth} points"
+                )
         self.input = self.output = input
 
         def level_of(ins: int, channels: int, field: Decomposition) -> _Level:
@@ -77,9 +83,9 @@ class UNet(nn.Module):
         for level in reversed(range(depth)):
             channels = width * 2**level
             below, here = levels[level + 1], levels[level]
-            self.up.append(
-                FieldConvTranspose(2 * channels, channels, 2, grid, below, stride=2, output=here, dtype=dtype)
-            )
+            odd = [points % 2 for points in here.shape]
+            options: dict[str, Any] = {"stride": 2, "output_padding": odd, "output": here, "dtype": dtype}
+            self.up.append(FieldConvTranspose(2 * channels, channels, 2, grid, below, **options))
             self.merge.append(level_of(2 * channels, channels, here))
         self.last = FieldConv(width, out_channels, 1, grid, input, dtype=dtype)
 

@@ -108,18 +108,21 @@ def wants_gradient(x: Tensor) -> bool:
 _COMPARED: WeakKeyDictionary[Communicator, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 
-def compare_first(operation: str, x: Tensor, shape: Sequence[int] | None, comm: Communicator, *key: object) -> None:
+def compare_first(
+    operation: str, x: Tensor, shape: Sequence[int] | None, comm: Communicator, *key: object, arguments: str = ""
+) -> None:
     """Compare the ranks' blocks if this is the first call of ``operation`` with ``key`` on ``comm``, then collective.
 
     shape: of this rank's block; None: the ranks' tensors must have one shape. key: equal on all ranks, so that all of
-    them come here for the first time together. Raises CollectiveMismatch on every rank if leading sizes, dtypes or
-    ``requires_grad`` differ, or only some ranks have a wrong block.
+    them come here for the first time together. arguments: others, which later calls may change. Raises
+    CollectiveMismatch on every rank if leading sizes, dtypes, ``requires_grad`` or these differ, or only some ranks
+    have a wrong block.
     """
     compared = _COMPARED.setdefault(comm, set())
     if shape is not None if comm.checked else (operation, *key) in compared:
         return  # a checked communicator compares at each call: `check_block` does it, where the block's shape is known
     lead = x.shape if shape is None else x.shape[: max(0, x.dim() - len(shape))]
-    words = f"{operation} of {str(x.dtype).removeprefix('torch.')} {list(lead)}"
+    words = f"{operation}{arguments} of {str(x.dtype).removeprefix('torch.')} {list(lead)}"
     if shape is not None:
         fits = tuple(x.shape[len(lead) :]) == tuple(shape)
         words += " + the block" if fits else f" + a wrong block (the tensor is {list(x.shape)})"

@@ -1,4 +1,4 @@
-"""Shifts, halo exchange and its transposed operator on the blocks of a Cartesian grid."""
+"""Shifts, rolls, flips, halo exchange and its transposed operator on the blocks of a Cartesian grid."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
+from tplayers.functions import outside_graphs
 
 from .compared import compare_first
 from .plan import BlockPart, TransferPlan, halo_plan
@@ -16,6 +17,7 @@ from .transfer import transfer, transfer_adjoint
 Widths = int | Sequence[int | tuple[int, int]]
 
 
+@outside_graphs
 def halo_exchange(
     x: Tensor,
     grid: CartesianGrid,
@@ -39,12 +41,13 @@ def halo_exchange(
     section 3, "generalized halo exchange").
     At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
     """
-    decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :]) if decomposition is None else decomposition
+    decomposition = _blocks(x, grid, decomposition)
     plan = plan_halo(grid, decomposition, widths, padding)
     compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
     return transfer(x, plan, grid.comm)
 
 
+@outside_graphs
 def halo_accumulate(
     y: Tensor,
     grid: CartesianGrid,
@@ -63,6 +66,7 @@ def halo_accumulate(
     return transfer_adjoint(y, plan, grid.comm)
 
 
+@outside_graphs
 def shift(
     x: Tensor, grid: CartesianGrid, axis: int, step: int = 1, *, decomposition: Decomposition | None = None
 ) -> Tensor:
@@ -93,6 +97,76 @@ def shift(
     return transfer(x, plan, grid.comm)
 
 
+@outside_graphs
+def roll(
+    x: Tensor,
+    grid: CartesianGrid,
+    shifts: int | Sequence[int],
+    axes: int | Sequence[int],
+    *,
+    decomposition: Decomposition | None = None,
+) -> Tensor:
+    """Move a field by ``shifts`` points along ``axes`` of the grid; it wraps around: torch.roll of the whole field.
+
+    x: this rank's block [..., space]. shifts, axes: one number each, or as many of the one as of the other; the shifts
+        of an axis that is named twice are added. decomposition: the blocks of all ranks, and of the result. None: the
+        ranks tell each other their shapes, at each call.
+
+    The field wraps around on axes on which the grid is not periodic, too. Collective over the grid; the backward rolls
+    by the opposite shifts. Raises ValueError if the numbers of shifts and axes differ, or ``x`` is not this rank's
+    block; CollectiveError for an axis that the grid does not have. The ranks compare as in `halo_exchange`.
+    """
+    moves = [shifts] if isinstance(shifts, int) else list(shifts)
+    along = [axes] if isinstance(axes, int) else list(axes)
+    if len(moves) != len(along):
+        raise ValueError(f"roll: shifts={shifts!r} and axes={axes!r} must be equally many")
+    blocks = _blocks(x, grid, decomposition)
+    by = [0] * len(grid.shape)
+    for move, axis in zip(moves, map(grid.check_axis, along), strict=True):
+        by[axis] = (by[axis] + move) % max(blocks.shape[axis], 1)
+    # The blocks of the field that begins ``by`` points before it; before it stand its last points.
+    ranges = blocks.halo_ranges([(move, -move) for move in by])
+    plan = halo_plan(blocks, grid.rank, ranges, ["circular"] * len(by))
+    compare_first("roll", x, plan.source_shape, grid.comm, blocks, arguments=f" by {by}")
+    return transfer(x, plan, grid.comm)
+
+
+@outside_graphs
+def flip(
+    x: Tensor, grid: CartesianGrid, axes: int | Sequence[int], *, decomposition: Decomposition | None = None
+) -> Tensor:
+    """Reverse the order of a field's points along ``axes`` of the grid: torch.flip of the whole field.
+
+    x: this rank's block [..., space]. axes: one, or several, each once. decomposition: as of `roll`.
+
+    Collective over the grid; it is its own backward. Raises ValueError if an axis is named twice, or ``x`` is not this
+    rank's block; CollectiveError for an axis that the grid does not have. The ranks compare as in `halo_exchange`.
+    """
+    along = [grid.check_axis(axis) for axis in ([axes] if isinstance(axes, int) else axes)]
+    if len(set(along)) < len(along):
+        raise ValueError(f"flip: axes={axes!r} must name an axis once at most")
+    blocks = _blocks(x, grid, decomposition)
+    # Of an axis that is reflected about its first point, the blocks that end with this point.
+    ends = [points - 1 if axis in along else 0 for axis, points in enumerate(blocks.shape)]
+    padding = ["reflect" if axis in along else "zeros" for axis in range(len(ends))]
+    plan = halo_plan(blocks, grid.rank, blocks.halo_ranges([(end, -end) for end in ends]), padding)
+    compare_first("flip", x, plan.source_shape, grid.comm, blocks, arguments=f" along {sorted(along)}")
+    return transfer(x, plan, grid.comm)
+
+
+def _blocks(x: Tensor, grid: CartesianGrid, decomposition: Decomposition | None) -> Decomposition:
+    """``decomposition``, or that of the shapes that the ranks tell each other."""
+    if decomposition is None:
+        return grid.decomposition_of(x.shape[-len(grid.shape) :])
+    _check_grid(decomposition, grid)
+    return decomposition
+
+
+def _check_grid(decomposition: Decomposition, grid: CartesianGrid) -> None:
+    if decomposition.grid_shape != grid.shape:
+        raise ValueError(f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit {grid}")
+
+
 def plan_halo(
     grid: CartesianGrid, decomposition: Decomposition, widths: Widths, padding: str | Sequence[str] | None = None
 ) -> TransferPlan:
@@ -101,8 +175,7 @@ def plan_halo(
     The arguments are those of `halo_exchange`. Not collective.
     """
     axes = len(grid.shape)
-    if decomposition.grid_shape != grid.shape:
-        raise ValueError(f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit {grid}")
+    _check_grid(decomposition, grid)
     pairs = [widths] * axes if isinstance(widths, int) else list(widths)
     ends = [(width, width) if isinstance(width, int) else tuple(width) for width in pairs]
     if len(ends) != axes or any(len(pair) != 2 or min(pair) < 0 for pair in ends):

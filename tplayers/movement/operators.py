@@ -17,6 +17,8 @@ all_to_all          parts along one dimension become parts along  all_to_all, th
                     another one
 all_to_all_v        some rows for each rank                       all_to_all_v, the other way
 shift               every rank gets the block of a neighbour      shift by the opposite step
+roll                the field moves, and wraps around             roll by the opposite shifts
+flip                the field in reverse order                    flip
 halo_exchange       strips of the neighbours surround the block   halo_accumulate
 halo_accumulate     the strips are added to their origins         halo_exchange
 repartition         the blocks of one decomposition become those  repartition, the other way
@@ -39,10 +41,10 @@ that it is given, and forward mode only what has a tangent. For these, a rank wi
 own in place of None, which goes on in its graph.
 
 Before anything else the ranks compare dtypes and shapes in one small all-gather, and all of them raise ValueError if
-these do not fit. The operators on blocks (`shift`, `halo_exchange`, `halo_accumulate`, `repartition`) stand inside of
-steps. So they compare at their first call with a decomposition on a communicator, and raise CollectiveMismatch on every
-rank; with ``Communicator(..., checked=True)`` they compare at each call. `transfer` with a plan of the program's own
-compares only with ``checked=True``.
+these do not fit. The operators on blocks (`shift`, `roll`, `flip`, `halo_exchange`, `halo_accumulate`, `repartition`)
+stand inside of steps. So they compare at their first call with a decomposition on a communicator, and raise
+CollectiveMismatch on every rank; with ``Communicator(..., checked=True)`` they compare at each call. `transfer` with a
+plan of the program's own compares only with ``checked=True``.
 """
 
 from __future__ import annotations
@@ -206,6 +208,7 @@ def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received:
     return apply_pair(x, lambda x: _rows(x, comm, received, sent), lambda y: _rows(y, comm, sent, received))
 
 
+@outside_graphs
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:
     """Turn this rank's block of ``source`` into its block of ``target``: other blocks, or a grid of another shape.
 

@@ -6,6 +6,7 @@ zero. So a rank's new block is a product of such ranges, and it is cut into piec
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from bisect import bisect_right
@@ -90,7 +91,7 @@ def halo_plan(source: Decomposition, rank: int, ranges: Ranges, padding: Sequenc
     if [len(ends) for ends in ranges] != list(source.grid_shape):
         raise ValueError(f"the ranges are not those of a grid of shape {list(source.grid_shape)}")
     coords = grid_coords(rank, source.grid_shape)
-    return _plan(source, rank, source.grid_shape, coords, ranges, padding)
+    return _plan(source, rank, source.grid_shape, coords, tuple(map(tuple, ranges)), tuple(padding))
 
 
 def repartition_plan(source: Decomposition, target: Decomposition, rank: int) -> TransferPlan:
@@ -105,17 +106,18 @@ def repartition_plan(source: Decomposition, target: Decomposition, rank: int) ->
             "ranks must be equal"
         )
     axes, there = range(len(source.blocks)), grid_coords(rank, target.grid_shape)
-    ranges = [list(itertools.pairwise(target.bounds(axis))) for axis in axes]
-    return _plan(source, rank, target.grid_shape, there, ranges, ["zeros" for _ in axes])
+    ranges = tuple(tuple(itertools.pairwise(target.bounds(axis))) for axis in axes)
+    return _plan(source, rank, target.grid_shape, there, ranges, ("zeros",) * len(axes))
 
 
+@functools.lru_cache(maxsize=128)  # operators on blocks, which stand inside of steps, ask for the same plan again
 def _plan(
     source: Decomposition,
     rank: int,
     target_grid: tuple[int, ...],
     there: tuple[int, ...],
-    ranges: Ranges,
-    padding: Sequence[str],
+    ranges: tuple[tuple[tuple[int, int], ...], ...],
+    padding: tuple[str, ...],
 ) -> TransferPlan:
     """Plan that the place ``there`` of the target's grid, which is this rank's, gets its range of each axis."""
     here, axes = grid_coords(rank, source.grid_shape), range(len(ranges))
@@ -209,24 +211,21 @@ def _outside(bounds: Sequence[int], positions: range, start: int, padding: str) 
     """Return the runs for ``positions`` on one side of the array. start: the first position of the whole range."""
     if padding == "zeros" or not positions:
         return []
-    extent = bounds[-1]
-    runs: list[_Run] = []
-    for position in positions:
-        if padding == "circular":
-            index = position % extent
+    extent, position = bounds[-1], positions.start
+    runs = []
+    while position < positions.stop:
+        rest = positions.stop - position
+        if padding == "circular" and extent > 1:
+            index, step = position % extent, 1
         elif padding == "reflect":
-            index = -position if position < 0 else 2 * (extent - 1) - position
+            index, step = (-position if position < 0 else 2 * (extent - 1) - position), -1
         else:
-            index = min(max(position, 0), extent - 1)
+            index, step = min(max(position, 0), extent - 1), 0
         owner = bisect_right(bounds, index) - 1  # which is never empty
-        at = index - bounds[owner]
-        if runs and runs[-1].owner == owner:
-            last = runs[-1]
-            step = at - (last.source + (last.length - 1) * last.step)
-            if step in (-1, 0, 1) and (last.length == 1 or step == last.step):
-                runs[-1] = last._replace(length=last.length + 1, step=step)
-                continue
-        runs.append(_Run(owner, at, position - start, 1, 1))
+        room = {0: rest, 1: bounds[owner + 1] - index, -1: index - bounds[owner] + 1}  # until another block begins
+        length = min(rest, room[step])
+        runs.append(_Run(owner, index - bounds[owner], position - start, length, step if length > 1 else 1))
+        position += length
     return runs
 
 

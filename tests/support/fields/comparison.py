@@ -1,16 +1,31 @@
 """Split fields under test: cutting, joining, and layers held against torch's on the whole field."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition
 
 TOLERANCE = 1e-12
+#: grids of 1, 2 and 3 axes, for each number of ranks
+SHAPES = {1: [(1,), (1, 1), (1, 1, 1)], 2: [(2,), (1, 2), (1, 2, 1)], 4: [(4,), (2, 2), (2, 1, 2)]}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """A float64 tensor that is the same on all ranks."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(seed: int) -> Callable[[int, int], int]:
+    """Draws whole numbers from the first to the second argument, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda low, high: int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def drawn_blocks(number: Callable[[int, int], int], shape: Sequence[int], low: int, high: int) -> Decomposition:
+    """Blocks of ``low`` to ``high`` points for a grid of ``shape``."""
+    return Decomposition(tuple(tuple(number(low, high) for _ in range(ranks)) for ranks in shape))
 
 
 def cut(whole: Tensor, decomposition: Decomposition, grid: CartesianGrid) -> Tensor:

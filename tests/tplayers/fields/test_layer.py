@@ -73,7 +73,7 @@ def test_arguments_of_other_layers(grid):
         tplayers.FieldMaxPool(2, grid, field, padding=2)
     with pytest.raises(ValueError, match="smaller than the stride or the dilation"):
         tplayers.FieldConvTranspose(1, 1, 3, grid, field, stride=2, output_padding=2)
-    with pytest.raises(ValueError, match="mode='cubic' must be one of nearest, linear"):
+    with pytest.raises(ValueError, match="mode='cubic' must be one of nearest, nearest-exact, linear"):
         tplayers.FieldUpsample(2, grid, field, mode="cubic")
     with pytest.raises(ValueError, match="num_groups=3 must divide"):
         tplayers.FieldGroupNorm(3, 4, grid, field)
@@ -145,6 +145,29 @@ def test_other_parameters_or_buffers_on_one_rank_raise_on_all(grid, kind):
         message = "training=True.*training=False"
     with pytest.raises(CollectiveMismatch, match=message):
         net(torch.zeros(1, 2, 8, 8))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("name", "arguments", "option", "values"),
+    [
+        ("FieldMaxPool", (3,), "padding", ((0, 0), (1, 1))),
+        ("FieldAvgPool", (3,), "count_include_pad", (True, False)),
+        ("FieldAvgPool", (3,), "ceil_mode", (True, False)),
+        ("FieldUpsample", (2,), "padding_mode", ("replicate", "circular")),
+        ("FieldUpsample", (2,), "align_corners", (True, False)),
+        ("FieldGlobalPool", (), "mode", ("avg", "max")),
+        ("FieldInstanceNorm", (1,), "eps", (1e-5, 1e-3)),
+    ],
+)
+def test_an_option_that_one_rank_has_otherwise_raises_on_all(grid, name, arguments, option, values):
+    """The blocks of the result are the same, so only the layer's attributes tell it."""
+    given = {option: values[grid.rank > 0]} | ({"mode": "linear"} if name == "FieldUpsample" else {})
+    layer = getattr(tplayers, name)(*arguments, grid=grid, input=grid.decompose((9, 9 * grid.size)), **given)
+    tplayers.initialize(layer, 1)
+    first, other = (f"{option}={value}".replace("(", r"\(").replace(")", r"\)") for value in values)
+    with pytest.raises(CollectiveMismatch, match=f"the ranks disagree: .*{first}.*{other}"):
+        layer(torch.zeros(1, 1, 9, 9))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -267,8 +290,24 @@ def test_a_layer_of_ones_own_has_the_gradients_of_the_whole_field(grid):
     same_bits(weight.grad, grid)
 
 
+#: by name: arguments before the grid, and others
+COMPILED = {
+    "FieldConv": ((2, 2, 3), {"dtype": torch.float64}),
+    "FieldBatchNorm": ((2,), {"dtype": torch.float64}),
+    "FieldInstanceNorm": ((2,), {"track_running_stats": True, "dtype": torch.float64}),
+    "SpectralConv": ((2, 2, 2), {"dtype": torch.float64}),
+    "FieldMaxPool": ((3,), {"ceil_mode": True, "padding": 1}),
+    "FieldAvgPool": ((3,), {"ceil_mode": True, "padding": 1}),
+    "FieldAdaptiveAvgPool": ((5,), {}),
+    "FieldAdaptiveMaxPool": ((5,), {}),
+    "FieldGlobalPool": ((), {"mode": "max"}),
+    "FieldUpsample": ((2,), {"mode": "linear", "align_corners": True}),
+    "UNet": ((2, 2), {"depth": 1, "width": 2, "dtype": torch.float64}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FieldConv", "FieldBatchNorm", "SpectralConv", "FieldAvgPool", "FieldUpsample"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_compiler_takes_a_layer_before_its_first_call(mpi_world, name):
     """It runs between graphs, and compares the ranks' layers as without the compiler."""
     with Communicator(mpi_world, device="cpu", timeout=60) as comm:
@@ -277,15 +316,24 @@ def test_the_compiler_takes_a_layer_before_its_first_call(mpi_world, name):
 
 def compare_compiled(comm, name):
     torch._dynamo.reset()
-    grid = CartesianGrid(comm, (comm.size,))
-    field, arguments = grid.decompose((4 * comm.size,)), {"FieldConv": (2, 2, 3), "SpectralConv": (2, 2, 2)}
-    more = {"dtype": torch.float64} if name in ("FieldConv", "FieldBatchNorm", "SpectralConv") else {}
-    layer = getattr(tplayers, name)(*arguments.get(name, (2,)), grid, field, **more)
+    (arguments, options), grid = COMPILED[name], CartesianGrid(comm, (comm.size,))
+    layer = getattr(tplayers, name)(*arguments, grid, grid.decompose((5 * comm.size,)), **options)
     tplayers.initialize(layer, 1)
-    x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True)
     compiled = torch.compile(lambda x: layer(x.cos()).sin(), backend="aot_eager")
     found = compiled(x)
-    assert layer._compared == (comm.size > 1)
+    assert all(one._compared == (comm.size > 1) for one in layer.modules() if hasattr(one, "_compared"))
     expected = layer(x.cos()).sin()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_first_call_may_be_one_of_torch_func(grid):
+    layer, x = (
+        tplayers.FieldConv(1, 1, 3, grid, grid.decompose((4, 4 * grid.size)), dtype=torch.float64),
+        draw(1, 1, 4, 4),
+    )
+    tplayers.initialize(layer, 1)
+    _, tangent = torch.func.jvp(layer, (x,), (x,))
+    close(tangent, layer(x) - layer(torch.zeros_like(x)))

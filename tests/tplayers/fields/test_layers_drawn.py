@@ -19,7 +19,10 @@ CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 MAX = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 AVG = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+ADAPTIVE_MAX = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
+ADAPTIVE_AVG = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
 BATCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 #: the grids of a number of ranks
 GRIDS = {
@@ -50,7 +53,13 @@ def cases(draw_, ranks):
     axes = len(shape)
     most = {1: 9, 2: 6, 3: 4}[axes]
     blocks = tuple(tuple(draw_(st.integers(1, most)) for _ in range(p)) for p in shape)
-    kind = draw_(st.sampled_from(["conv"] * 4 + ["transpose"] * 2 + ["max", "avg", "up", "batch", "group", "layer"]))
+    kind = draw_(
+        st.sampled_from(
+            ["conv"] * 4
+            + ["transpose"] * 2
+            + ["max", "avg", "up", "batch", "group", "layer", "adaptive", "adaptive", "instance"]
+        )
+    )
 
     def each(low, high):
         return tuple(draw_(st.integers(low, high)) for _ in shape)
@@ -107,20 +116,27 @@ def pair(kind, case, grid, field, stream):
         if kind == "max":
             # torch's result for a window without any input is -inf, with a gradient that goes anywhere
             possible(all(not p or d <= n for p, d, n in zip(padding, dilation, field.shape, strict=True)))
-            options = {"stride": stride, "padding": padding, "dilation": dilation}
+            options = {"stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": case["same"]}
             return tplayers.FieldMaxPool(kernel, grid, field, **options), MAX[axes](kernel, **options)
         possible(axes < 3 or all(n >= k for n, k in zip(field.shape, kernel, strict=True)))  # torch's AvgPool3d asks so
-        options = {"stride": stride, "padding": padding, "count_include_pad": bias}
+        options = {"stride": stride, "padding": padding, "ceil_mode": case["same"], "count_include_pad": bias}
         return tplayers.FieldAvgPool(kernel, grid, field, **options), AVG[axes](kernel, **options)
+    if kind == "adaptive":
+        size = tuple(None if k == 2 else k + s for k, s in zip(kernel, stride, strict=True))
+        size = size[0] or field.shape[0] if axes == 1 else size  # torch's of one axis takes no None
+        if bias:
+            return tplayers.FieldAdaptiveMaxPool(size, grid, field), ADAPTIVE_MAX[axes](size)
+        return tplayers.FieldAdaptiveAvgPool(size, grid, field), ADAPTIVE_AVG[axes](size)
     if kind == "up":
         mode = "linear" if case["linear"] else "nearest"
         theirs = nn.Upsample(scale_factor=tuple(map(float, stride)), mode=LINEAR[axes] if case["linear"] else mode)
         return tplayers.FieldUpsample(stride, grid, field, mode=mode), theirs
-    if kind == "batch":
-        possible(case["batch"] * field.points() > 1)
+    if kind in ("batch", "instance"):
+        possible((case["batch"] if kind == "batch" else 1) * field.points() > 1)
         momentum = None if case["linear"] else 0.3
         options = {"affine": bias, "track_running_stats": case["same"], "momentum": momentum, "dtype": f64}
-        ours, theirs = tplayers.FieldBatchNorm(4, grid, field, **options), BATCH[axes](4, **options)
+        ours = tplayers.FieldBatchNorm if kind == "batch" else tplayers.FieldInstanceNorm
+        ours, theirs = ours(4, grid, field, **options), (BATCH if kind == "batch" else INSTANCE)[axes](4, **options)
     elif kind == "group":
         options = {"affine": bias, "dtype": f64}
         ours, theirs = tplayers.FieldGroupNorm(groups, 4, grid, field, **options), nn.GroupNorm(groups, 4, **options)
@@ -157,7 +173,7 @@ def one_case(comms, streams, drawn):
     equals_torchs(ours, theirs, whole, grid)
     if not case["overlap"] or kind != "conv":
         equals_torchs_twice(ours, theirs, whole, grid)
-        if kind in ("conv", "transpose", "max", "avg", "up"):
+        if kind in ("conv", "transpose", "max", "avg", "up", "adaptive"):
             tangents_equal_torchs(ours, theirs, whole, grid)
     return True
 

@@ -37,11 +37,27 @@ def test_evaluation_uses_the_running_statistics(grid, field):
     assert [event.operation for event in log.events] == ["all_reduce"] * (grid.size > 1)  # of the parameters' gradients
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_an_instance_norm_trains_and_evaluates_as_torchs(grid, field, affine, momentum):
+    options = {"affine": affine, "momentum": momentum, "track_running_stats": True, "dtype": torch.float64}
+    ours, theirs = tplayers.FieldInstanceNorm(3, grid, field, **options), nn.InstanceNorm2d(3, **options)
+    tplayers.initialize(ours, 1)
+    for seed in range(3):
+        whole = 2 + draw(2, 3, *field.shape, seed=seed)
+        close(joined(ours(cut(whole, field, grid)), field, grid), theirs(whole))
+    for name, value in theirs.named_buffers():
+        close(ours.get_buffer(name), value, name)
+    with commengine.trace(grid.comm) as log:
+        equals_torchs(ours.eval(), theirs.eval(), draw(2, 3, *field.shape), grid)
+    assert [event.operation for event in log.events] == ["all_reduce"] * (affine and grid.size > 1)
+
+
 @pytest.mark.parametrize("kind", ["batch", "group", "layer"])
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_large_mean_does_not_cancel_in_float32(grid, field, kind, most, monkeypatch):
     """Also where statistics are reduced, as on many ranks."""
-    monkeypatch.setattr("tplayers.fields.norm.GATHERED", most)
+    monkeypatch.setattr("tplayers.fields.normalise.GATHERED", most)
     layer = {
         "batch": lambda: tplayers.FieldBatchNorm(4, grid, field),
         "group": lambda: tplayers.FieldGroupNorm(2, 4, grid, field),
@@ -88,6 +104,9 @@ def test_a_frozen_layer_and_a_data_input(grid, field):
 
 
 def test_one_value_a_channel_is_refused_on_every_rank(grid):
+    if grid.size == 1:
+        with pytest.raises(ValueError, match="a field of more than one point"):
+            tplayers.FieldInstanceNorm(1, grid, grid.decompose((1, 1)))(torch.zeros(2, 1, 1, 1))
     single = CartesianGrid(grid.comm, (grid.size,))
     field = Decomposition(((1,) * grid.size,))
     layer = tplayers.FieldBatchNorm(1, single, field)

@@ -162,6 +162,17 @@ def of_blocks(name: str, rng: random.Random, comm: Communicator) -> Case:
             return found
 
         return Case(shapes, lambda x: tplayers.shift(x, grid, axis, step, decomposition=field), shifted)
+    if name in ("roll", "flip"):
+        along = rng.sample(axes, rng.randint(0, len(axes)))
+        shifts, dims = [rng.randint(-9, 9) for _ in along], [axis - len(axes) for axis in along]
+
+        def moved_points(xs: Ranks) -> Ranks:
+            whole = whole_of(xs, field)
+            return blocks_of(whole.flip(dims) if name == "flip" else whole.roll(shifts, dims) if dims else whole, field)
+
+        if name == "flip":
+            return Case(shapes, lambda x: tplayers.flip(x, grid, along, decomposition=field), moved_points)
+        return Case(shapes, lambda x: tplayers.roll(x, grid, shifts, along, decomposition=field), moved_points)
     padding = [rng.choice(["zeros", "circular", "reflect", "replicate"]) for _ in axes]
     most = [min(3, n - 1) for n in field.shape]
     widths = [(rng.randint(0, limit), rng.randint(0, limit)) for limit in most]
@@ -218,7 +229,8 @@ KINDS = {
          "all_to_all_v"], of_collective,
     ),
     **dict.fromkeys(
-        ["repartition", "transfer", "shift", "halo_exchange", "halo_accumulate", "transfer_adjoint"], of_blocks
+        ["repartition", "transfer", "shift", "roll", "flip", "halo_exchange", "halo_accumulate", "transfer_adjoint"],
+        of_blocks,
     ),
     **dict.fromkeys([name for name in vars(tplayers) if name.endswith("_parallel_region")], of_region),
 }  # fmt: skip
