@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 #: an operator of which autograd sees nothing
 Operator = Callable[[Tensor], Tensor]
@@ -37,6 +38,13 @@ def refused_by_torch_func(error: RuntimeError) -> bool:
     return "setup_context" in str(error)
 
 
+def followed() -> bool:
+    """Whether anything follows what is computed: autograd, forward mode or ``torch.func``."""
+    return (
+        torch.is_grad_enabled() or forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
+    )
+
+
 class _Linear(torch.autograd.Function):
     """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again.
 
@@ -48,19 +56,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tie: Tensor | None, *operators: Operator) -> tuple[Tensor, Tensor]:
-        ctx.operators, own_tie = operators, x.new_empty(0)
+        ctx.operators, own_tie, out = operators, x.new_empty(0), operators[0](x)
+        ctx.set_materialize_grads(False)  # zeros for the tie would be made in each backward
         ctx.save_for_backward(own_tie)
-        return operators[0](x), own_tie
+        ctx.shapes = x.shape, out.shape
+        return out, own_tie
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, back, again = ctx.operators
+        grad = grads[0]
+        if grad is None:  # of the tie alone
+            grad = ctx.saved_tensors[0].new_zeros(ctx.shapes[1])
+        if not followed():
+            return back(grad), None, None, None, None
         tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-        return apply_pair(grads[0], back, again, tie, again=back), None, None, None, None
+        return apply_pair(grad, back, again, tie, again=back), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_pair(tangents[0], *ctx.operators[:2], again=ctx.operators[2]), tangents[0].new_empty(0)
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
+        tangent, tied, *_ = tangents
+        if tangent is None:
+            assert tied is not None
+            tangent = tied.new_zeros(ctx.shapes[0])
+        return apply_pair(tangent, *ctx.operators[:2], again=ctx.operators[2]), tangent.new_empty(0)
 
 
 class _Transformed(torch.autograd.Function):

@@ -36,22 +36,20 @@ class _FieldNorm(FieldLayer):
         for name, value in (("weight", 1.0), ("bias", 0.0)):
             add_parameter(self, name, Placement(shape, Constant(value)) if affine else None, dtype)
 
-    def _normalised(self, x: Tensor, groups: int | None, part: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalised(self, x: Tensor, groups: int | None, part: Any, statistics: list[Tensor] | None = None) -> Tensor:
         """``x`` with mean 0 and variance 1 in each sample and group of channels, times the weight, plus the bias.
-
-        Also returns mean and variance [batch, groups], which have no gradient.
 
         groups: their number. None: each channel is one, as of instance normalisation, which autocast leaves alone.
         part: the place in weight and bias of what this rank's points take, or their shape beside the points.
+        statistics: a list that gets mean and variance [batch, groups].
         """
         self.check(x)
         x, groups = (widened(x), groups) if groups else (x, x.shape[1])
         points = self.input.points() * x.shape[1] // groups
         values = x.reshape(x.shape[0], groups, -1)
-        y, mean, var = Normalise.apply(values, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
-        y = y.view(x.shape)
+        y = Normalise.apply(values, self.grid.comm, self.eps, points, statistics).view(x.shape)  # type: ignore[no-untyped-call]
         weight, bias = self.summed_parameters()
-        return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype), mean, var
+        return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype)
 
 
 class _RunningNorm(_FieldNorm):
@@ -151,7 +149,9 @@ class FieldInstanceNorm(_RunningNorm):
         points = self.input.points()
         if points < 2:
             raise ValueError("FieldInstanceNorm needs a field of more than one point")
-        y, mean, var = self._normalised(x, None, (slice(None), *(None,) * self.axes))
+        statistics: list[Tensor] = []
+        y = self._normalised(x, None, (slice(None), *(None,) * self.axes), statistics)
+        mean, var = statistics
         self._track(mean.mean(0), var.mean(0), points, self.momentum or 0.0)
         return y
 
@@ -182,7 +182,7 @@ class FieldGroupNorm(_FieldNorm):
         self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(x, self.num_groups, (slice(None), *(None,) * self.axes))[0]
+        return self._normalised(x, self.num_groups, (slice(None), *(None,) * self.axes))
 
 
 class FieldLayerNorm(_FieldNorm):
@@ -208,4 +208,4 @@ class FieldLayerNorm(_FieldNorm):
         super().__init__(grid, input, channels, eps, elementwise_affine, dtype, of_points=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(x, 1, (slice(None), *self.input.slices(self.grid.coords)))[0]
+        return self._normalised(x, 1, (slice(None), *self.input.slices(self.grid.coords)))

@@ -142,18 +142,20 @@ class BatchNormalise(torch.autograd.Function):
 
 
 class Normalise(torch.autograd.Function):
-    """Normalisation of [batch, groups, values]."""
+    """Normalisation of [batch, groups, values]. statistics: a list that gets mean and variance, [batch, groups]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int, statistics: list[Tensor] | None = None
+    ) -> Tensor:
         of_x = wide(x)
-        means, var = moments(of_x, (2,), comm, points)
-        mean, scale = means.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
+        mean, var = moments(of_x, (2,), comm, points)
+        if statistics is not None:
+            statistics += mean, var
+        mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
         ctx.save_for_backward(x, mean, scale)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
-        ctx.mark_non_differentiable(means, var)
-        y = (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
-        return y, means, var
+        return (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
 
     @staticmethod
     @in_forward_dtypes
@@ -161,11 +163,11 @@ class Normalise(torch.autograd.Function):
         x, mean, scale = ctx.saved_tensors
         if torch.is_grad_enabled():
             y = _again(x, (2,), ctx).to(x.dtype)
-            return *torch.autograd.grad(y, x, grads[0], create_graph=True), None, None, None
+            return *torch.autograd.grad(y, x, grads[0], create_graph=True), None, None, None, None
         normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:
             ctx.comm.all_reduce(sums)
         sums = (sums / ctx.points).unsqueeze(-1)
         result = (grad - sums[0]).addcmul_(normalised, sums[1], value=-1).mul_(scale)
-        return result.to(x.dtype), None, None, None
+        return result.to(x.dtype), None, None, None, None

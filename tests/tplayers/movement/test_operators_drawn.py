@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import tplayers
 from commengine import CartesianGrid, Communicator, Decomposition
@@ -325,3 +326,23 @@ def test_any_derivative_is_torchs(groups, name, times):
                 OneCase(case, comm, rng).check()
             except AssertionError as error:
                 raise AssertionError(f"case {number} of {name} on {comm.size} ranks: {case.shapes}") from error
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_tangents_of_a_backward_where_one_rank_has_a_linear_loss(groups, followed):
+    """Its gradient has no tangent, but the other ranks' gradients have: all of them run the operators."""
+    for comm in groups:
+        x, way = (draw(3, seed=seed + comm.rank) for seed in (0, 10))
+        with forward_ad.dual_level():
+            leaf = forward_ad.make_dual(x, way).requires_grad_()
+            y = tplayers.all_reduce(leaf, comm)
+            loss = y.sum() if comm.rank == 0 else y.pow(3).sum()
+            (g,) = torch.autograd.grad(loss, leaf, create_graph=followed)
+            value, tangent = forward_ad.unpack_dual(g)
+        whole, moved = (sum(draw(3, seed=seed + rank) for rank in range(comm.size)) for seed in (0, 10))
+        close(value, 1 + (comm.size - 1) * 3 * whole.square(), "gradient")
+        expected = (comm.size - 1) * 6 * whole * moved
+        close(torch.zeros(3, dtype=torch.float64) if tangent is None else tangent, expected, "tangent")
+        if followed:
+            (again,) = torch.autograd.grad((g * way).sum(), leaf)
+            close(again, expected, "Hessian product")
