@@ -70,8 +70,7 @@ class _Linear(torch.autograd.Function):
             grad = ctx.saved_tensors[0].new_zeros(ctx.shapes[1])
         if not followed():
             return back(grad), None, None, None, None
-        tie = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-        return apply_pair(grad, back, again, tie, again=back), None, None, None, None
+        return apply_pair(grad, back, again, ctx.saved_tensors[0], again=back), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
