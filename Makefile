@@ -145,6 +145,11 @@ examples: $(STAMP)
 		$(BIN)/mpiexec -n $(HALF) runs/examples/solver : \
 			-n $(HALF) $(BIN)/python -m mpi4py examples/mpmd/network.py; \
 		else echo "skipped: examples/mpmd needs a C compiler and the MPI's mpicc"; fi
+	@if test -x $(BIN)/mpicxx && command -v c++ >/dev/null; \
+		then set -x; $(BIN)/mpicxx -O2 -I tplayers/bridge -o runs/examples/heat examples/bridge/heat.cpp && \
+		$(BIN)/mpiexec -n $(HALF) runs/examples/heat : \
+			-n $(HALF) $(BIN)/python -m mpi4py examples/bridge/heating.py; \
+		else echo "skipped: examples/bridge needs a C++ compiler and the MPI's mpicxx"; fi
 
 # On two cores that nothing else uses: 8 minutes; 75 seconds; an hour, for every test on every number of ranks. See
 # tests/run.

@@ -30,6 +30,7 @@ Four parts have options of their own, which --help tells:
     mpiexec -n 2 python -m bench.collectives --only experts           # rows to experts, by an all_to_all_v or gathered
     mpiexec -n 2 python -m bench.collectives --only switch-points     # from which sizes it leaves MPI on this machine
     python -m bench.collectives --only set-up                         # what set-up costs one rank of up to 16,384
+    mpiexec -n 2 python -m bench.collectives --only bridge            # a call of another program of the job
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study import experts, overhead, set_up, switch_points
+from bench.collective_study import bridge, experts, overhead, set_up, switch_points
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
@@ -69,7 +70,9 @@ GROUPS = ("world", "tensor", "data")
 #: by default all buffers together take at most 1 / MEMORY_SHARE of the memory
 MEMORY_SHARE = 8
 #: the parts that run alone
-ALONE = {"overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up}
+ALONE = {
+    "overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up, "bridge": bridge
+}  # fmt: skip
 #: the transports that every machine has
 DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
 

@@ -61,6 +61,7 @@ PARTS = {
     "fit": "bench.study.fitting", "report": "bench.study.reporting",
     "overhead": "bench.collective_study.overhead", "switch-points": "bench.collective_study.switch_points",
     "experts": "bench.collective_study.experts", "set-up": "bench.collective_study.set_up",
+    "bridge": "bench.collective_study.bridge",
 }  # fmt: skip
 #: the commands that pass options on to a training run: its settings
 TRAINERS = {"norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
@@ -170,8 +171,8 @@ def test_command_is_parsed(command, data):
         parse_make(words, data)
     elif words[0] == "pip":
         parse_pip(words)
-    elif words[0] == "mpicc":
-        assert [word for word in words if word.endswith(".c") and not (ROOT / word).is_file()] == []
+    elif words[0] in ("mpicc", "mpicxx"):
+        assert [word for word in words if word.endswith((".c", ".cpp")) and not (ROOT / word).is_file()] == []
     else:
         assert words[0] in (*LAUNCHERS, "python"), f"{command.text}: not known how to check this"
         if "python" not in words and not command.fenced:
@@ -335,7 +336,7 @@ def test_programs_that_pages_show_are_the_files():
     assert shown and all(program in texts for program in shown)
 
 
-@pytest.mark.parametrize("language", ["c", "fortran"])
+@pytest.mark.parametrize("language", ["c", "cpp", "fortran"])
 def test_parts_of_other_programs_that_pages_show_are_in_the_files(language):
     fence = re.compile(rf'^```{language} title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
     shown = [found for page in PAGES for found in fence.findall(page.read_text())]

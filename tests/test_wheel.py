@@ -29,7 +29,7 @@ def test_wheel_holds_all_modules_and_their_data(tmp_path):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(wheels / done.stdout.split()[-1]) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    kinds = {".py", ".yaml", ".json", ".html", ".jinja", ".css", ".js", ".sh", ".typed", ".c", ".cpp"}
+    kinds = {".py", ".yaml", ".json", ".html", ".jinja", ".css", ".js", ".sh", ".typed", ".c", ".cpp", ".h", ".f90"}
     files = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.suffix in kinds]
     left_out = [("bench", name) for name in ("results", "contest", "emulator")]
     expected = {path.as_posix() for path in files if path.parts[:2] not in left_out}

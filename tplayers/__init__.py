@@ -33,6 +33,7 @@ from .fields.norm import FieldInstanceNorm as FieldInstanceNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm
 from .fields.pool import FieldAvgPool as FieldAvgPool
 from .fields.pool import FieldMaxPool as FieldMaxPool
+from .fields.resample import FieldResample as FieldResample
 from .fields.spectral import SpectralConv as SpectralConv
 from .fields.upsample import FieldUpsample as FieldUpsample
 from .generation.generate import generate as generate

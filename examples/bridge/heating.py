@@ -1,7 +1,7 @@
 """A network that learns to heat a plate, by gradients through a C++ solver of its own ranks.
 
-    mpicxx -O2 -I tplayers/bridge -o runs/examples/heat examples/bridge/heat.cpp
-    mpirun -n 2 runs/examples/heat : -n 2 python -m mpi4py examples/bridge/heating.py
+    mpicxx -O2 -I tplayers/bridge -o heat examples/bridge/heat.cpp
+    mpirun -n 2 ./heat : -n 2 python -m mpi4py examples/bridge/heating.py
 
 Asked for a temperature, the network says how to heat the plate, so that it has this temperature some steps later. There
 are no examples to learn from: its loss is the distance between what was asked for and what the solver makes of its

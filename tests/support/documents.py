@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.mpirun import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-LANGUAGES = ("sh", "python", "c", "fortran", "text", "yaml")
+LANGUAGES = ("sh", "python", "c", "cpp", "fortran", "text", "yaml")
 #: inline code that begins with one of these is a command
 PROGRAMS = ("mpirun ", "mpiexec ", "srun ", "python ", "make ", "pip ")
 

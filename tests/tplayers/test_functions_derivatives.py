@@ -286,6 +286,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldUpsample, of corners": of_field(
         lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="bicubic", align_corners=True)
     ),
+    "FieldResample": of_field(
+        lambda grid, whole: tplayers.FieldResample(grid, whole, grid.decompose((5 * grid.shape[0], 3)))
+    ),
     "FieldBatchNorm": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64)),
     "FieldBatchNorm, plain": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, affine=False)),
     "FieldBatchNorm, 1 axis": of_field(lambda grid, whole: tplayers.FieldBatchNorm(2, grid, whole, dtype=F64), axes=1),

@@ -68,14 +68,14 @@ class BridgeField:
         return grid_coords(rank, self.decomposition.grid_shape)
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """The points that a rank shares with one rank of the other program: slices of its block's last dimensions."""
 
     peer: int
     at: tuple[Any, ...]
 
 
-def shared_parts(field: BridgeField, rank: int, theirs: np.ndarray) -> list[Part]:
+def shared_parts(field: BridgeField, rank: int, theirs: np.ndarray) -> list[SharedPart]:
     """Return what this rank exchanges with each rank of the other program.
 
     theirs: [ranks of the other program, WORDS], their descriptions of the same field. Raises ValueError if they
@@ -97,7 +97,7 @@ def shared_parts(field: BridgeField, rank: int, theirs: np.ndarray) -> list[Part
     high = np.array(mine[3 + 2 * MOST_AXES :][:axes])
     begin, end = np.maximum(start, low) - low, np.minimum(stop, high) - low
     return [
-        Part(peer, (..., *(slice(a, b) for a, b in zip(begin[peer].tolist(), end[peer].tolist(), strict=True))))
+        SharedPart(peer, (..., *(slice(a, b) for a, b in zip(begin[peer].tolist(), end[peer].tolist(), strict=True))))
         for peer in np.flatnonzero((begin < end).all(axis=1)).tolist()
     ]
 

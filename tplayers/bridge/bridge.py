@@ -17,7 +17,7 @@ from commengine.job_end import say
 from commengine.mpi import OwnsCommunicators, load_mpi
 from tplayers.functions import one_derivative, outside_graphs
 
-from .blocks import WORDS, BridgeField, Part, shared_parts
+from .blocks import WORDS, BridgeField, SharedPart, shared_parts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,7 +75,7 @@ class Bridge(OwnsCommunicators):
         if (theirs[:, 0] != VERSION).any():
             raise CollectiveError(f"Bridge: the other program's bridge is of version {theirs[0, 0]}, not {VERSION}")
         described = theirs[:, 1 + WORDS :], theirs[:, 1 : 1 + WORDS]  # it takes what this program gives
-        self._parts: list[list[Part]] = []
+        self._parts: list[list[SharedPart]] = []
         for name, field, words in zip(("gives", "takes"), (gives, takes), described, strict=True):
             try:
                 self._parts.append(shared_parts(field, comm.rank, words))
@@ -85,6 +85,8 @@ class Bridge(OwnsCommunicators):
         self._forgotten: list[int] = []
         #: of this program's answers: the inputs and results by the number of the call
         self._graphs: dict[int, tuple[Tensor, Tensor]] = {}
+        #: memory for messages of points that do not lie one behind the other, by the rank of the other program
+        self._messages: dict[int, Tensor] = {}
         self._waiting = PollingCalls(self._own, self._look)
 
     # This program calls ------------------------------------------------------------------------------------------
@@ -188,21 +190,34 @@ class Bridge(OwnsCommunicators):
                 say(f"Bridge: the ranks of {self.comm.name!r} have waited for {SLOW_SECONDS:g} s for the other program")
 
     def _send(self, which: int, x: Tensor) -> None:
-        x = x.detach().cpu()
-        pieces = [(part.peer, x[part.at].contiguous().numpy()) for part in self._parts[which]]
-        load_mpi().Request.Waitall([self._other.Isend(piece, peer, _DATA) for peer, piece in pieces])
+        x, started = x.detach().cpu(), []
+        for part in self._parts[which]:
+            piece = x[part.at]
+            message = self._message(piece, part.peer)
+            if message is not piece:
+                message.copy_(piece)
+            started.append(self._other.Isend(message.numpy(), part.peer, _DATA))
+        load_mpi().Request.Waitall(started)
 
     def _receive(self, which: int) -> Tensor:
         field = self.takes if which == _TAKEN else self.gives
         out = torch.empty(field.local_shape(self.comm.rank), dtype=field.dtype)
-        targets = [out[part.at] for part in self._parts[which]]
-        pieces = [target if target.is_contiguous() else torch.empty_like(target) for target in targets]
-        started = zip(self._parts[which], pieces, strict=True)
-        load_mpi().Request.Waitall([self._other.Irecv(piece.numpy(), part.peer, _DATA) for part, piece in started])
-        for target, piece in zip(targets, pieces, strict=True):
-            if target.data_ptr() != piece.data_ptr():
-                target.copy_(piece)
+        pieces = [(part.peer, out[part.at]) for part in self._parts[which]]
+        messages = [(peer, piece, self._message(piece, peer)) for peer, piece in pieces]
+        load_mpi().Request.Waitall([self._other.Irecv(message.numpy(), peer, _DATA) for peer, _, message in messages])
+        for _, piece, message in messages:
+            if message is not piece:
+                piece.copy_(message)
         return out
+
+    def _message(self, piece: Tensor, peer: int) -> Tensor:
+        """``piece`` itself if it is contiguous, otherwise memory for it: new memory would cost as much as its copy."""
+        if piece.is_contiguous():
+            return piece
+        memory = self._messages.get(peer)
+        if memory is None or memory.numel() < piece.numel() or memory.dtype != piece.dtype:
+            memory = self._messages[peer] = torch.empty(piece.numel(), dtype=piece.dtype)
+        return memory[: piece.numel()].view(piece.shape)
 
     def close(self) -> None:
         """Free the communicators; may be called again. A program that has not answered tells the other one the end.

@@ -255,7 +255,7 @@ def require_right_or_refused(
             continue
         answers += 1
         if isinstance(found[1], Exception):
-            continue  # the ways of torch.func.vmap, in which a truth with messages has no answer
+            continue
         ours, theirs = (one if isinstance(one, tuple | list) else [one] for one in found)
         for a, b in zip(ours, theirs, strict=True):
             if a is None and b is None:

@@ -16,7 +16,6 @@ from tplayers import bridge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-HERE = Path(__file__).parent
 EXAMPLES = mpirun.ROOT / "examples" / "bridge"
 SPLITS = [(1, 1), (2, 1), (1, 2)]
 
@@ -113,7 +112,7 @@ def test_a_fortran_program_answers(tmp_path):
     sources = [Path(bridge.include(), "commengine_bridge.f90"), EXAMPLES / "cube.f90"]
     words = ["gfortran", "-Wall", "-Werror", "-c", *map(str, sources)]
     subprocess.run(words, check=True, cwd=tmp_path)
-    shim, main = Path(bridge.include(), "commengine_bridge_fortran.c"), HERE / "fortran_main.c"
+    shim, main = Path(bridge.include(), "commengine_bridge_fortran.c"), mpirun.JOBS / "fortran_bridge.c"
     objects = [str(tmp_path / "commengine_bridge.o"), str(tmp_path / "cube.o")]
     words = [
         mpicc,
@@ -129,6 +128,6 @@ def test_a_fortran_program_answers(tmp_path):
     ]
     subprocess.run(words, check=True)
     for ranks in SPLITS:
-        done = mpirun.command(both(tmp_path / "cube", ranks, (), str(HERE / "fortran_caller.py")), timeout=60)
+        done = mpirun.command(both(tmp_path / "cube", ranks, (), str(mpirun.JOBS / "fortran_bridge.py")), timeout=60)
         assert done.returncode == 0, done.stderr
         assert float(re.search(r"ERROR (\S+)", done.stdout)[1]) < 1e-14

@@ -57,7 +57,7 @@ def cases(draw_, ranks):
         st.sampled_from(
             ["conv"] * 4
             + ["transpose"] * 2
-            + ["max", "avg", "up", "batch", "group", "layer", "adaptive", "adaptive", "instance"]
+            + ["max", "avg", "up", "batch", "group", "layer", "adaptive", "adaptive", "instance", "instance"]
         )
     )
 

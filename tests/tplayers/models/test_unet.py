@@ -89,11 +89,12 @@ def test_training_is_the_same_on_every_rank_and_on_one(grid):
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_odd_sizes_and_small_blocks_in_drawn_cases(grid, norm):
+@pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.long)])
+def test_odd_sizes_and_small_blocks_in_drawn_cases(grid, norm, examples):
     """Blocks down to one point, axes that are odd on any level; values and derivatives to 1e-12."""
     number = numbers(6)
     cases = 0
-    while cases < 6:
+    while cases < examples:
         axes, depth = number(1, 3), number(1, 2)
         shape = [1] * axes
         shape[number(0, axes - 1)] = grid.size
