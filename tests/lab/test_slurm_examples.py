@@ -1,6 +1,7 @@
 """The files of examples/slurm run as they are, but for a tiny model in place of main.yaml's."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.support import mpirun
 from tests.support.lab.slurm import ended, why_not
 from tests.trainers.conftest import TINY
+from tplayers.bridge import include
 
 REASON = why_not()
 pytestmark = [
@@ -115,6 +117,23 @@ def test_two_programs_on_two_nodes(cluster, folder, submit, start):
         text = done.stdout
         assert done.returncode == 0, done
     assert text.count("root mean square error of the network") == 3 and not list(folder.glob("*.conf"))
+
+
+@pytest.mark.timeout(150)
+def test_a_network_learns_through_a_cpp_solver_on_two_nodes(cluster, folder, submit):
+    """Each node has ranks of both programs, and the field crosses the nodes."""
+    wrapper = shutil.which("mpicxx", path=str(Path(mpirun.mpiexec()).parent))
+    if wrapper is None or shutil.which("c++") is None:
+        pytest.skip("no C++ compiler, or this MPI has no mpicxx")
+    (folder / "examples").symlink_to(mpirun.ROOT / "examples")
+    sources = mpirun.ROOT / "examples" / "bridge" / "heat.cpp"
+    subprocess.run([wrapper, "-O2", "-I", include(), "-o", str(folder / "heat"), str(sources)], check=True)
+    network = "python -m mpi4py examples/bridge/heating.py --color 1 --points 24 --iterations 100"
+    after = cluster.wait(submit("two-programs.sbatch", SOLVER="./heat 24 10", NETWORK=network), ended, timeout=120)
+    text = (folder / f"two-programs-{after.number}.out").read_text()
+    assert after.state == "COMPLETED" and after.fields["NumNodes"] == "2", text
+    found = [float(one) for one in re.findall(r"wrong by (\S+)", text)]
+    assert found[1] < found[0] and found[2] < found[3], text
 
 
 def test_every_example_is_bash_that_names_its_limits():
