@@ -149,6 +149,10 @@ class Bridge(OwnsCommunicators):
             self._tell(_ANSWER, _CALL, number, False)
             self._send(_GIVEN, y.detach())
             return "call"
+        if number not in self._graphs:
+            raise CollectiveError(
+                f"Bridge.answer: call {number} was not to be kept, or is forgotten: it has no gradient"
+            )
         x, y = self._graphs[number]
         gradient = self._receive(_GIVEN).to(y.device)
         if y.requires_grad:

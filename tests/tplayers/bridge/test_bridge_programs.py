@@ -106,6 +106,17 @@ def test_the_example_learns(heat, tmp_path):
     assert found[1] < found[0] and found[2] < found[3] and picture.stat().st_size > 5000
 
 
+@pytest.mark.parametrize("ranks", SPLITS)
+def test_a_c_program_asks(tmp_path, ranks):
+    program, source = tmp_path / "asks", mpirun.JOBS / "bridge_asks.c"
+    words = [wrapper("mpicc", "cc"), "-std=c99", "-Wall", "-Wextra", "-Werror", "-I", bridge.include()]
+    subprocess.run([*words, "-o", str(program), str(source), "-lm"], check=True)
+    done = mpirun.command(both(program, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"ERROR (\S+)", done.stdout)[1]) < 1e-5
+    assert "ASKED call call gradient gradient call 1 2 2 2 1" in done.stdout
+
+
 def test_a_fortran_program_answers(tmp_path):
     """A field and its gradient, in Fortran's order of axes."""
     mpicc = wrapper("mpicc", "gfortran")
