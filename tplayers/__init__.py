@@ -29,6 +29,7 @@ from .fields.norm import FieldBatchNorm as FieldBatchNorm
 from .fields.norm import FieldGroupNorm as FieldGroupNorm
 from .fields.norm import FieldInstanceNorm as FieldInstanceNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm
+from .fields.pad import FieldPad as FieldPad
 from .fields.pool import FieldAvgPool as FieldAvgPool
 from .fields.pool import FieldMaxPool as FieldMaxPool
 from .fields.spectral import SpectralConv as SpectralConv

@@ -278,6 +278,7 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldDropout": of_field(dropping),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
+    "FieldPad": of_field(lambda grid, whole: tplayers.FieldPad((1, 1, 0, 2), grid, whole, mode="reflect")),
     "FieldAdaptiveAvgPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveAvgPool(3, grid, whole)),
     "FieldAdaptiveMaxPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveMaxPool(3, grid, whole)),
     "FieldGlobalPool": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole)),
