@@ -104,3 +104,5 @@ from .regions import reduce_scatter_to_sequence_parallel_region as reduce_scatte
 from .regions import scatter_to_tensor_parallel_region as scatter_to_tensor_parallel_region
 from .rng import Randomness as Randomness
 from .rng import dropout as dropout
+from .sharding.shard import ShardedModule as ShardedModule
+from .sharding.shard import shard as shard
