@@ -40,6 +40,7 @@ ROOMS = {
         {"placement", "cross_entropy"},
         {"linear", "norm", "context"},  # context: split along the sequence
         {"embedding", "attention", "mlp", "fields"},  # fields: split in space
+        {"sharding"},  # a torch module becomes layers of fields
         {"experts"},  # many feed-forward blocks, of which each token has a few
         {"models"},
         {"canonical"},  # the same layers and models, with the same bits at every tensor-parallel size

@@ -31,6 +31,7 @@ from .fields.norm import FieldBatchNorm as FieldBatchNorm
 from .fields.norm import FieldGroupNorm as FieldGroupNorm
 from .fields.norm import FieldInstanceNorm as FieldInstanceNorm
 from .fields.norm import FieldLayerNorm as FieldLayerNorm
+from .fields.pad import FieldPad as FieldPad
 from .fields.pool import FieldAvgPool as FieldAvgPool
 from .fields.pool import FieldMaxPool as FieldMaxPool
 from .fields.resample import FieldResample as FieldResample
@@ -106,3 +107,5 @@ from .regions import reduce_scatter_to_sequence_parallel_region as reduce_scatte
 from .regions import scatter_to_tensor_parallel_region as scatter_to_tensor_parallel_region
 from .rng import Randomness as Randomness
 from .rng import dropout as dropout
+from .sharding.shard import ShardedModule as ShardedModule
+from .sharding.shard import shard as shard

@@ -30,7 +30,8 @@ NO_FUNCTIONS = {
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
     "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
-    "require_divisible", "set_randomness", "sum_partial_gradients", "use_canonical_shards", "vocab_parallel_argmax",
+    "require_divisible", "set_randomness", "shard", "sum_partial_gradients", "use_canonical_shards",
+    "vocab_parallel_argmax",
 }  # fmt: skip
 
 
@@ -73,6 +74,13 @@ def dropping(grid: CartesianGrid, whole: Any) -> nn.Module:
     layer = tplayers.FieldDropout(0.3, grid, whole)
     tplayers.set_randomness(layer, RANDOMNESS)
     return layer
+
+
+def small_network() -> nn.Module:
+    """Of a layer of each kind that `tplayers.shard` makes: of points that are split, and of tensors of every rank."""
+    torch.manual_seed(1)
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 3, 1), nn.Tanh(), nn.Flatten(), nn.Linear(3, 2)]
+    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Sigmoid(), nn.GroupNorm(1, 2), *pooled).double()
 
 
 def of_operator(function: Callable[..., Tensor], *shape: int) -> Callable[[Communicator], Case]:
@@ -278,6 +286,7 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldDropout": of_field(dropping),
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
+    "FieldPad": of_field(lambda grid, whole: tplayers.FieldPad((1, 1, 0, 2), grid, whole, mode="reflect")),
     "FieldAdaptiveAvgPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveAvgPool(3, grid, whole)),
     "FieldAdaptiveMaxPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveMaxPool(3, grid, whole)),
     "FieldGlobalPool": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole)),
@@ -303,6 +312,7 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
         lambda grid, whole: tplayers.UNet(2, 1, grid, whole, width=8, depth=1, norm="group", dtype=F64)
     ),
     "FNO": of_field(lambda grid, whole: tplayers.FNO(2, 1, grid, whole, width=4, modes=2, depth=2, dtype=F64)),
+    "ShardedModule": of_field(lambda grid, whole: tplayers.shard(small_network(), grid, whole)),
     "replicated": shared,
     **{
         name: of_region(getattr(tplayers, name), parts=parts, terms=terms)

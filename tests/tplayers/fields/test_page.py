@@ -20,7 +20,7 @@ def test_a_solvers_own_communicator_and_a_unet(mpi_world):
 
 def test_replicas(mpi_world):
     names: dict = {}
-    exec(PROGRAMS[1], names)
+    exec(PROGRAMS[2], names)
     with Communicator(mpi_world, device="cpu") as world:
         grid, groups = names["replicas"](world, world.size)
         assert grid.shape == (world.size, 1)
@@ -28,9 +28,20 @@ def test_replicas(mpi_world):
         groups.close()
 
 
+def test_a_torch_module(mpi_world):
+    names: dict = {}
+    exec(PROGRAMS[1], names)
+    with Communicator(mpi_world, device="cpu") as world:
+        grid = CartesianGrid(world, (1, world.size))
+        field = grid.decompose((15, 8 * world.size + 1))
+        module = names["parallel"](grid, field)
+        assert module.output == field
+        assert module(torch.ones(1, 4, *field.local_shape(grid.coords))).shape[2:] == field.local_shape(grid.coords)
+
+
 def test_attention_and_dropout(mpi_world):
     names: dict = {}
-    exec(PROGRAMS[2], names)
+    exec(PROGRAMS[3], names)
     with Communicator(mpi_world, device="cpu") as world:
         grid = CartesianGrid(world, (1, world.size))
         losses = [names["step"](grid, grid.decompose((16, 8 * world.size)), number) for number in (0, 0, 1)]

@@ -1,0 +1,107 @@
+"""What is known of a value while a module is traced: its whole shape, and how the ranks share it.
+
+Shapes come from torch itself: each function of the module also runs on tensors without storage ("meta"), of the shapes
+of the *whole* field. A batch has `BATCH` samples there, a number that nothing else in a network has; so sizes that
+depend on the batch are seen. These tensors share storages as those of torch's program do, which shows what a function
+in place would change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commengine import Decomposition
+
+#: the number of samples in the traced tensors: a prime that no axis of a field has
+BATCH = 10007
+
+
+class Refused(ValueError):
+    """`shard` cannot take a part of the module."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A size that depends on the batch; ``value`` is that of `BATCH` samples."""
+
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the module.
+
+    whole: without storage, of the shape of the whole tensor. blocks: how the ranks share it; None: every rank has all
+    of it. space: the dimensions that are split, in the order of the field's axes, counted from the end (negative).
+    """
+
+    whole: Tensor
+    blocks: Decomposition | None = None
+    space: tuple[int, ...] = ()
+
+    @property
+    def is_field(self) -> bool:
+        """Whether it is [batch, channels, *space], split over the ranks."""
+        return self.blocks is not None and self.at_end and self.whole.dim() == 2 + len(self.space)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the axes of space are the last dimensions."""
+        return self.space == tuple(range(-len(self.space), 0))
+
+    def holds(self, dim: int) -> bool:
+        """Whether ``dim``, of any sign, is an axis of space."""
+        return (dim if dim < 0 else dim - self.whole.dim()) in self.space
+
+    @property
+    def storage(self) -> int:
+        """The same number for tensors of torch's program that share memory."""
+        return int(self.whole.untyped_storage()._cdata)
+
+
+def traced(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without storage."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def reshaped_space(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Where the axes of space are after a reshape to ``shape``; None if it mixes points with other dimensions.
+
+    A dimension stays as it is in a reshape if it has the same size and as many elements before it.
+    """
+    before, found, start = list(value.whole.shape), [], 0
+    for dim in sorted(value.space):
+        size, ahead = before[dim], math.prod(before[:dim])
+        places = [p for p in range(start, len(shape)) if shape[p] == size and math.prod(shape[:p]) == ahead]
+        if not places:
+            return None
+        found.append(places[0] - len(shape))
+        start = places[0] + 1
+    return tuple(found)
+
+
+def permuted_space(value: Value, order: Sequence[int]) -> tuple[int, ...] | None:
+    """Where the axes of space are after a permutation to ``order``; None if they change their order."""
+    dims = value.whole.dim()
+    found = tuple(list(order).index(dim + dims) - dims for dim in value.space)
+    return found if list(found) == sorted(found) else None
+
+
+def reduced_space(value: Value, dims: Sequence[int], *, keep: bool) -> tuple[int, ...]:
+    """Where the axes of space are after other dimensions, ``dims`` (negative), were reduced."""
+    return value.space if keep else tuple(dim + sum(gone > dim for gone in dims) for dim in value.space)
+
+
+def shared_blocks(values: Sequence[Value], whole: Tensor) -> Decomposition:
+    """The blocks of a result ``whole`` of ``values`` that are broadcast: those of the first one that has its points."""
+    split = [(one, one.blocks) for one in values if one.blocks is not None]
+    axes = []
+    for axis, dim in enumerate(split[0][0].space):
+        full = [blocks.blocks[axis] for one, blocks in split if one.whole.shape[dim] == whole.shape[dim]]
+        axes.append(full[0])
+    return Decomposition(tuple(axes))
