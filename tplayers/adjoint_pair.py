@@ -20,17 +20,20 @@ def apply_pair(
 ) -> Tensor:
     """Return ``forward(x)``, whose backward is ``back``. Every rank that takes part must run the backward.
 
-    It may be differentiated any number of times, in forward mode, and under ``torch.func``. tie: see `_Linear`. again:
-    the backward of ``back``, where that is not ``forward``.
+    It may be differentiated any number of times, in forward mode, and under ``torch.func``. tie: an empty tensor, see
+    `_Linear`. again: the backward of ``back``, where that is not ``forward``.
     """
-    operators = forward, back, again or forward
+    return _tied(x, tie, (forward, back, again or forward))[0]
+
+
+def _tied(x: Tensor, tie: Tensor | None, operators: tuple[Operator, Operator, Operator]) -> tuple[Tensor, Tensor]:
+    """The result of the first of ``operators``, and its tie."""
     try:
-        out: Tensor = _Linear.apply(x, tie, *operators)[0]  # type: ignore[no-untyped-call]
+        return _Linear.apply(x, tie, *operators)  # type: ignore[no-untyped-call, no-any-return]
     except RuntimeError as error:
         if not refused_by_torch_func(error):
             raise
-        out = _Transformed.apply(x, tie, *operators)[0]  # type: ignore[no-untyped-call]
-    return out
+    return _Transformed.apply(x, tie, *operators)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def refused_by_torch_func(error: RuntimeError) -> bool:
@@ -48,37 +51,49 @@ def followed() -> bool:
 class _Linear(torch.autograd.Function):
     """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again.
 
-    The second output is the *tie*: an empty tensor whose graph leads here. A backward that will be differentiated
-    (``create_graph=True``) gives it to the transposed operator as an input. So that one's result requires grad on every
-    rank, and a second backward runs both operators on every rank, also where the loss is linear and the gradient has
-    no graph of its own. Otherwise the ranks whose loss is not linear would wait for the others. It costs no message.
+    The second output is the *tie*: an empty tensor whose graph leads here. What is computed for a derivative of this
+    operator, its transpose on a gradient or itself on a tangent, gets as an input the tie of this operator and the
+    derivative of the tie. So its result requires grad on every rank, and a further derivative runs all operators on
+    every rank in the same order, also where the loss is linear and a gradient has no graph of its own. Otherwise the
+    ranks whose loss is not linear would wait for the others. It costs no message.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tie: Tensor | None, *operators: Operator) -> tuple[Tensor, Tensor]:
-        ctx.operators, own_tie, out = operators, x.new_empty(0), operators[0](x)
+        ctx.operators, own_tie, out = operators, x.new_empty(0), operators[0](_stored(x))
         ctx.set_materialize_grads(False)  # zeros for the tie would be made in each backward
         ctx.save_for_backward(own_tie)
+        ctx.save_for_forward(own_tie)
         ctx.shapes = x.shape, out.shape
         return out, own_tie
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, back, again = ctx.operators
-        grad = grads[0]
-        if grad is None:  # of the tie alone
-            grad = ctx.saved_tensors[0].new_zeros(ctx.shapes[1])
+        (grad, of_tie), (tie,) = grads, ctx.saved_tensors
+        if grad is None:
+            grad = tie.new_zeros(ctx.shapes[1])
         if not followed():
-            return back(grad), None, None, None, None
-        return apply_pair(grad, back, again, ctx.saved_tensors[0], again=back), None, None, None, None
+            return back(_stored(grad)), None, None, None, None
+        out, out_tie = _tied(grad, _both(tie, of_tie), (back, again, back))
+        return out, out_tie if ctx.needs_input_grad[1] else None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        tangent, tied, *_ = tangents
+        (tangent, of_tie, *_), (tie,) = tangents, ctx.saved_tensors
         if tangent is None:
-            assert tied is not None
-            tangent = tied.new_zeros(ctx.shapes[0])
-        return apply_pair(tangent, *ctx.operators[:2], again=ctx.operators[2]), tangent.new_empty(0)
+            tangent = tie.new_zeros(ctx.shapes[0])
+        return _tied(tangent, _both(tie, of_tie), ctx.operators)
+
+
+def _stored(x: Tensor) -> Tensor:
+    """``x`` with memory of its own: autograd has zeros without any, which stand for derivatives of constants."""
+    return x.clone() if x._is_zerotensor() else x
+
+
+def _both(tie: Tensor, other: Tensor | None) -> Tensor:
+    """An empty tensor whose graph leads where those of both lead."""
+    return tie if other is None else tie + other
 
 
 class _Transformed(torch.autograd.Function):
@@ -86,12 +101,13 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, tie: Tensor | None, *operators: Operator) -> tuple[Tensor, Tensor]:
-        return operators[0](x), x.new_empty(0)
+        return operators[0](_stored(x)), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.operators = inputs[2:]
+        ctx.operators, ctx.shapes = inputs[2:], (inputs[0].shape, output[0].shape)
         ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
 
     backward, jvp = _Linear.backward, _Linear.jvp
 

@@ -259,7 +259,7 @@ class _Replicated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             pairs = zip(grads, ctx.saved_tensors, strict=True)
-            return None, *(summed_over_ranks(ctx.comm, grad, tie) for grad, tie in pairs)
+            return None, *(summed_over_ranks(ctx.comm, grad, one.flatten()[:0]) for grad, one in pairs)
         needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

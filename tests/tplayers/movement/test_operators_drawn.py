@@ -238,7 +238,8 @@ KINDS = {
 
 
 def close(found: Tensor, expected: Tensor, about: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda said: f"{about}: {said}")
+    limit = 1e-12 * max(1.0, float(expected.detach().abs().max())) if expected.numel() else 0.0
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=limit, msg=lambda said: f"{about}: {said}")
 
 
 def laid_out(x: Tensor, rng: random.Random) -> Tensor:
@@ -252,6 +253,9 @@ class OneCase:
 
     def __init__(self, case: Case, comm: Communicator, rng: random.Random) -> None:
         self.case, self.comm = case, comm
+        # A region of one rank is nothing, and autograd refuses to differentiate the gradient of a linear loss of it.
+        kinds = ["sine", "square", *["linear"] * (comm.size > 1 or not case.region)]
+        self.kinds = [rng.choice(kinds) for _ in range(comm.size)]
         self.xs, self.ways = ([self._drawn(n, seed) for n in range(comm.size)] for seed in (0, 100))
         self.x, self.way = (laid_out(one[comm.rank], rng) for one in (self.xs, self.ways))
 
@@ -262,13 +266,19 @@ class OneCase:
         """A number of all ranks, of which each has a term. The operators that are no regions add up losses alone."""
         return tplayers.reduce_from_tensor_parallel_region(term, self.comm) if self.case.region and not whole else term
 
+    def term(self, y: Tensor, rank: int) -> Tensor:
+        """A rank's loss; it may be linear, so that its gradient has no graph of its own."""
+        rank = 0 if self.case.joined else rank
+        kind = self.kinds[rank]
+        return {"sine": torch.sin(y), "square": y.square(), "linear": y * (1 + rank)}[kind].sum()
+
     def loss(self, x: Tensor) -> Tensor:
         case = self.case
-        return self.of_all(torch.sin(case.ours(x) + 0.3 * self.comm.rank * (not case.joined)).sum(), case.joined)
+        return self.of_all(self.term(case.ours(x), self.comm.rank), case.joined)
 
     def loss_of_all(self, *xs: Tensor) -> Tensor:
         ys = self.theirs(xs)
-        total = sum(torch.sin(y + 0.3 * rank * (not self.case.joined)).sum() for rank, y in enumerate(ys))
+        total = sum(self.term(y, rank) for rank, y in enumerate(ys))
         return total + sum(0 * x.square().sum() for x in xs)  # it may depend on none of them
 
     def theirs(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -307,12 +317,23 @@ class OneCase:
         close(g, gradient, "gradient by autograd")
         (found,) = torch.autograd.grad(self.of_all((g * self.way).sum(), case.shared), leaf, retain_graph=True)
         close(found, product, "Hessian product")
-        (found,) = torch.autograd.grad(self.of_all(g.pow(3).sum(), case.shared), leaf)
+        (found,) = torch.autograd.grad(self.of_all(g.pow(3).sum(), case.shared), leaf, create_graph=True)
+        (third,) = torch.autograd.grad(self.of_all(found.square().sum(), case.shared), leaf)
         leaves = [one.clone().requires_grad_() for one in inputs]
-        several = torch.autograd.grad(self.loss_of_all(*leaves), leaves, create_graph=True, materialize_grads=True)
-        penalty = sum(one.pow(3).sum() for one in several)
-        expected = torch.autograd.grad(penalty, leaves, materialize_grads=True)
-        close(found, self.mine(expected, case.shared), "penalty")
+        several, often = self.loss_of_all(*leaves), []
+        for power in (3, 2, 1):
+            grads = torch.autograd.grad(several, leaves, create_graph=True, materialize_grads=True)
+            often.append(self.mine(grads, case.shared))
+            several = sum(one.pow(power).sum() + 0 * x.square().sum() for one, x in zip(grads, leaves, strict=True))
+        close(found, often[1], "penalty")
+        close(third, often[2], "third derivative")
+
+        way, x = self.way, self.x.clone().requires_grad_()
+        along = torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (way,))[1])(self.x)
+        close(along, product, "reverse over forward")
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(x, way))).tangent
+            close(torch.autograd.grad(tangent, x)[0], product, "reverse over dual numbers")
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.long)])
