@@ -41,11 +41,14 @@ def refused_by_torch_func(error: RuntimeError) -> bool:
     return "setup_context" in str(error)
 
 
+def in_forward_mode() -> bool:
+    """Whether there may be dual numbers: a Function without a jvp is then replaced on all ranks."""
+    return forward_ad._current_level >= 0
+
+
 def followed() -> bool:
     """Whether anything follows what is computed: autograd, forward mode or ``torch.func``."""
-    return (
-        torch.is_grad_enabled() or forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
-    )
+    return torch.is_grad_enabled() or in_forward_mode() or bool(torch._C._are_functorch_transforms_active())
 
 
 class _Linear(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.adjoint_pair import refused_by_torch_func
+from tplayers.adjoint_pair import in_forward_mode, refused_by_torch_func
 from tplayers.context.blocks import BlockMask, attend, attend_backward
 from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.operators import all_gather
@@ -220,7 +220,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     q: [batch, windows, heads, rows, d]. k, v: [batch, windows, heads, columns, d]. bias: [windows or 1, heads or 1,
     rows, columns], or None. The result has the shape of q. A fused kernel computes it, unless ``bias`` has a gradient.
     """
-    if q.numel() and not (bias is not None and bias.requires_grad):
+    if q.numel() and not (bias is not None and bias.requires_grad) and not in_forward_mode():
         wide = None if bias is None else bias.to(q.dtype).expand(*q.shape[:2], *bias.shape[1:]).flatten(0, 1)
         try:
             found: Tensor = _Fused.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), wide)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
-from tplayers.adjoint_pair import refused_by_torch_func
+from tplayers.adjoint_pair import in_forward_mode, refused_by_torch_func
 from tplayers.placement import Normal, Placement, add_parameter
 
 from .geometry import Sliding, Transposed
@@ -107,7 +107,7 @@ class FieldConv(_Convolution):
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         weight, bias = self.summed_parameters()
-        if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
+        if not self._halo.apart or torch.is_autocast_enabled(x.device.type) or in_forward_mode():
             return convolve_together(x, weight, bias, self._halo)
         try:
             return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)  # type: ignore[no-untyped-call, no-any-return]

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from commengine import CartesianGrid
 
@@ -57,6 +58,9 @@ def tangents_equal_torchs(layer, reference, whole: Tensor, grid: CartesianGrid) 
     y, tangent = torch.func.jvp(reference, (whole,), (way,))
     x, mine = cut(whole, layer.input, grid), cut(way, layer.input, grid)
     close(joined(torch.func.jvp(layer, (x,), (mine,))[1], layer.output, grid), tangent, "jvp")
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, mine))).tangent
+    close(joined(found, layer.output, grid), tangent, "dual numbers")
     weights = draw(*y.shape, seed=13)
     (expected,) = torch.func.vjp(reference, whole)[1](weights)
     (found,) = torch.func.vjp(layer, x)[1](cut(weights, layer.output, grid))
