@@ -141,6 +141,8 @@ examples: $(STAMP)
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/parameter_study.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/petsc_dmda.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/lammps_energy.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/spectral_closure.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/dolfinx_closure.py
 	@if test -x $(BIN)/mpicc && command -v cc >/dev/null; \
 		then set -x; $(BIN)/mpicc -O2 -o runs/examples/solver examples/mpmd/solver.c -lm && \
 		$(BIN)/mpiexec -n $(HALF) runs/examples/solver : \
