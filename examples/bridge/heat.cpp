@@ -71,7 +71,8 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
   for (int r = size - 1; r >= 0; r--)
     if (colors[r] != color) leader = r;  // the lowest rank of the other program
   if (leader < 0) {
-    if (rank == 0) fprintf(stderr, "heat: start it beside a program that calls it: mpiexec -n 2 ./heat : -n 2 python ...\n");
+    if (rank == 0) fprintf(stderr, "heat: there is no other program here; mpiexec -n 2 ./heat : -n 2 python ... starts both, "
+                                   "if both were built for one MPI\n");
     MPI_Abort(MPI_COMM_WORLD, 2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);

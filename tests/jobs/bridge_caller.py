@@ -95,6 +95,11 @@ def fail(bridge, comm, mine):
     bridge.call(torch.zeros(POINTS, POINTS, dtype=torch.float64)[mine].contiguous())
 
 
+def leave(bridge, comm, mine):
+    bridge.call(torch.zeros(POINTS, POINTS, dtype=torch.float64)[mine].contiguous())
+    sys.exit(0)
+
+
 def main():
     torch.set_num_threads(1)
     with launch.split_world() as part, Communicator(part.comm, device="cpu") as comm:
@@ -102,6 +107,9 @@ def main():
         field = tplayers.BridgeField(blocks)
         if WHAT == "other points":
             field = tplayers.BridgeField(Decomposition.even((POINTS, POINTS + 1), (1, comm.size)))
+        if WHAT == "forget":
+            tplayers.Bridge(part.other, comm, field, field).call(torch.zeros(field.local_shape(comm.rank)).double())
+            return
         with tplayers.Bridge(part.other, comm, field, field) as bridge:
             globals()[WHAT](bridge, comm, blocks.slices((0, comm.rank)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from array import array
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from commengine import CollectiveError, CollectiveTimeout, Communicator
 from commengine.host.polling import PollingCalls
-from commengine.job_end import say
+from commengine.job_end import abort, say
 from commengine.mpi import OwnsCommunicators, load_mpi
 from tplayers.functions import one_derivative, outside_graphs
 
@@ -31,6 +32,20 @@ _END, _CALL, _GRADIENT, _FORGET = 0, 1, 2, 3
 _GIVEN, _TAKEN = 0, 1
 #: seconds after which a rank says that it waits
 SLOW_SECONDS = 60.0
+#: the bridges of this process that are not closed
+_OPEN: set[Bridge] = set()
+
+
+def _end_the_other_program() -> None:
+    """At the end of the process: a program of which the bridge is open would wait for ever."""
+    for bridge in _OPEN:
+        if not bridge._ended and not load_mpi().Is_finalized():
+            name = f"rank {bridge.comm.rank} of {bridge.comm.name!r}"
+            say(f"Bridge: {name} ends and has not closed its bridge: ending the job")
+            abort(1)
+
+
+atexit.register(_end_the_other_program)
 
 
 class Bridge(OwnsCommunicators):
@@ -46,7 +61,7 @@ class Bridge(OwnsCommunicators):
     timeout: seconds after which waiting for the other program raises CollectiveTimeout; None: never. After a minute a
         program says that it waits.
 
-    Collective over both programs. The ranks of both tell each other their blocks once: 31 numbers a rank. Raises
+    Collective over both programs. The ranks of both tell each other their blocks once: 30 numbers a rank. Raises
     ValueError on every rank of this program if the other one describes the fields in another way, or its blocks do not
     have each point once. Such an error ends both programs within `launch.abort_on_error`.
 
@@ -68,26 +83,28 @@ class Bridge(OwnsCommunicators):
             if blocks != comm.size:
                 raise ValueError(f"Bridge: {name} has {blocks} blocks for the {comm.size} ranks of this program")
         comm.compare(f"Bridge(gives={gives}, takes={takes})")
-        self._other, self._own = other.Dup(), comm.mpi.Dup()
-        mine = array("q", [VERSION, *gives.words(comm.rank), *takes.words(comm.rank)])
+        self._since, self._told, self._own = 0.0, array("q"), comm.mpi.Dup()
+        self._waiting = PollingCalls(self._own, self._look)
+        if (version := self._meet(other)) != VERSION:
+            raise CollectiveError(f"Bridge: the other program's bridge is of version {version}, not {VERSION}")
+        self._other = other.Dup()
+        mine = array("q", [*gives.words(comm.rank), *takes.words(comm.rank)])
         theirs = np.empty((self._other.remote_size, len(mine)), np.int64)
         self._other.Allgather([mine, load_mpi().INT64_T], [theirs, load_mpi().INT64_T])
-        if (theirs[:, 0] != VERSION).any():
-            raise CollectiveError(f"Bridge: the other program's bridge is of version {theirs[0, 0]}, not {VERSION}")
-        described = theirs[:, 1 + WORDS :], theirs[:, 1 : 1 + WORDS]  # it takes what this program gives
+        described = theirs[:, WORDS:], theirs[:, :WORDS]  # it takes what this program gives
         self._parts: list[list[SharedPart]] = []
         for name, field, words in zip(("gives", "takes"), (gives, takes), described, strict=True):
             try:
                 self._parts.append(shared_parts(field, comm.rank, words))
             except ValueError as error:
                 raise ValueError(f"Bridge: the field that this program {name}: {error}") from None
-        self._calls, self._answers, self._since, self._told = 0, False, 0.0, array("q")
+        self._calls, self._answers, self._ended = 0, False, False
         self._forgotten: list[int] = []
         #: of this program's answers: the inputs and results by the number of the call
         self._graphs: dict[int, tuple[Tensor, Tensor]] = {}
         #: memory for messages of points that do not lie one behind the other, by the rank of the other program
         self._messages: dict[int, Tensor] = {}
-        self._waiting = PollingCalls(self._own, self._look)
+        _OPEN.add(self)
 
     # This program calls ------------------------------------------------------------------------------------------
 
@@ -99,6 +116,7 @@ class Bridge(OwnsCommunicators):
         device of ``x``. It can be differentiated once. Collective over this program. Raises ValueError on every rank if
         ``x`` of one rank is no such tensor, and CollectiveTimeout.
         """
+        self._require_open()
         problem = self.gives.problem(x, self.comm.rank)
         wanted = problem is None and x.requires_grad and torch.is_grad_enabled()
         _, (wrong, followed) = self.comm.extremes([problem is not None, wanted])
@@ -110,6 +128,7 @@ class Bridge(OwnsCommunicators):
 
     def _ask(self, what: int, number: int, keep: bool, given: Tensor) -> Tensor:
         """Send a field, or the gradient of the one that was taken, and return what the other program answers."""
+        self._require_open()
         while self._forgotten:
             self._tell(_ASK, _FORGET, self._forgotten.pop(), False)
         self._tell(_ASK, what, number, keep)
@@ -130,12 +149,14 @@ class Bridge(OwnsCommunicators):
         of parameters that the function uses were added to their ``grad``. "end": the other program has closed its
         bridge. Collective over this program. Raises ValueError if the function's result is no such block.
         """
+        self._require_open()
         self._answers = True
         what, number, keep = self._hear(_ASK)
         while what == _FORGET:
             self._graphs.pop(number, None)
             what, number, keep = self._hear(_ASK)
         if what == _END:
+            self._ended = True
             self._graphs.clear()
             return "end"
         if what == _CALL:
@@ -145,6 +166,13 @@ class Bridge(OwnsCommunicators):
             if problem := self.gives.problem(y, self.comm.rank):
                 raise ValueError(f"Bridge.answer: the function's result is no block of the field: {problem}")
             if keep:
+                low, _ = self.comm.extremes([y.requires_grad])
+                if not low[0]:
+                    lacks = "this rank's" if not y.requires_grad else "another rank's"
+                    raise ValueError(
+                        f"Bridge.answer: {lacks} result has no graph, and the other program may ask for its gradient: "
+                        "compute it without torch.no_grad() and detach()"
+                    )
                 self._graphs[number] = x, y
             self._tell(_ANSWER, _CALL, number, False)
             self._send(_GIVEN, y.detach())
@@ -154,9 +182,7 @@ class Bridge(OwnsCommunicators):
                 f"Bridge.answer: call {number} was not to be kept, or is forgotten: it has no gradient"
             )
         x, y = self._graphs[number]
-        gradient = self._receive(_GIVEN).to(y.device)
-        if y.requires_grad:
-            torch.autograd.backward(y, gradient, retain_graph=True)
+        torch.autograd.backward(y, self._receive(_GIVEN).to(y.device), retain_graph=True)
         self._tell(_ANSWER, _GRADIENT, number, False)
         found, x.grad = x.grad, None  # it may be asked for again
         self._send(_TAKEN, torch.zeros_like(x) if found is None else found)
@@ -181,12 +207,27 @@ class Bridge(OwnsCommunicators):
         self._waiting.wait(self._own.Ibcast(words, 0).Test)
         return list(self._told)
 
+    def _meet(self, other: MPI.Intercomm) -> int:
+        """Wait until the other program opens its bridge, too. Returns its version."""
+        here, there, self._since = array("i", [VERSION]), array("i", [VERSION]), time.monotonic()
+        self._opening = here, there, other  # MPI writes there after a timeout, too
+        mpi = load_mpi()
+        if self.comm.rank == 0:
+            sent, came = other.Isend([here, mpi.INT], 0, _ASK), other.Irecv([there, mpi.INT], 0, _ASK)
+            self._waiting.wait(lambda: mpi.Request.Testall([sent, came]))
+        self._waiting.wait(self._own.Ibcast([there, mpi.INT], 0).Test)
+        return int(there[0])
+
+    def _require_open(self) -> None:
+        if self._other == load_mpi().COMM_NULL:
+            raise CollectiveError("Bridge: it is closed")
+
     def _look(self) -> None:
         waited = time.monotonic() - abs(self._since)
         if self.timeout is not None and waited > self.timeout:
             raise CollectiveTimeout(
                 f"rank {self.comm.rank} of {self.comm.name!r} has waited for {self.timeout:g} s for the other program "
-                "of its bridge"
+                "of its bridge, or for a rank of its own program that has not asked or answered"
             )
         if self._since > 0 and waited > SLOW_SECONDS:
             self._since = -self._since  # said
@@ -230,6 +271,9 @@ class Bridge(OwnsCommunicators):
         """
         if self._other == load_mpi().COMM_NULL:
             return
+        _OPEN.discard(self)
+        if self._answers and not self._ended:
+            raise CollectiveError("Bridge.close: the other program has not ended: answer() until it returns 'end'")
         if not self._answers:
             self._tell(_ASK, _END, 0, False)
         self._other.Free()

@@ -5,14 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-enum { BRIDGE_VERSION = 1, BRIDGE_WORDS = 31, BRIDGE_ASK = 1, BRIDGE_ANSWER = 2, BRIDGE_DATA = 3 };
+enum { BRIDGE_VERSION = 1, BRIDGE_WORDS = 30, BRIDGE_ASK = 1, BRIDGE_ANSWER = 2, BRIDGE_DATA = 3 };
 enum { BRIDGE_END = 0, BRIDGE_CALL = 1, BRIDGE_GRADIENT = 2, BRIDGE_FORGET = 3 }; /* what a program asks of the other */
 typedef struct { int axes, channels; long long shape[4], start[4], stop[4]; MPI_Datatype type; } bridge_field;
-typedef struct { MPI_Comm mine, other; int rank, peers; MPI_Datatype *part[2]; long long number; } bridge;
+typedef struct { MPI_Comm mine, other; int rank, peers, ended; MPI_Datatype *part[2]; long long number; } bridge;
 static inline void bridge_fail(const bridge *b, const char *why) { /* ends both programs */
-  int world;
-  MPI_Comm_rank(MPI_COMM_WORLD, &world), fprintf(stderr, "bridge: rank %d (%d of all): %s\n", b->rank, world, why);
-  MPI_Abort(MPI_COMM_WORLD, 1);
+  fprintf(stderr, "bridge: rank %d of its program: %s\n", b->rank, why), MPI_Abort(MPI_COMM_WORLD, 1);
 }
 static inline void bridge_describe(const bridge_field *f, long long *words) {
   int bytes;
@@ -22,10 +20,13 @@ static inline void bridge_describe(const bridge_field *f, long long *words) {
 /* Collective over both programs. mine: this program's ranks. other: an intercommunicator to the other program.
  * gives, takes: the field that this program gives when it calls or answers, and the one that it takes. */
 static inline bridge bridge_open(MPI_Comm mine, MPI_Comm other, bridge_field gives, bridge_field takes) {
-  bridge b = {mine, MPI_COMM_NULL, 0, 0, {NULL, NULL}, 0};
-  MPI_Comm_rank(mine, &b.rank), MPI_Comm_dup(other, &b.other), MPI_Comm_remote_size(other, &b.peers);
-  long long words[BRIDGE_WORDS] = {BRIDGE_VERSION}, *all = (long long *)malloc(b.peers * sizeof words);
-  bridge_describe(&gives, words + 1), bridge_describe(&takes, words + 16);
+  bridge b = {mine, MPI_COMM_NULL, 0, 0, 0, {NULL, NULL}, 0};
+  int here = BRIDGE_VERSION, there = here;
+  MPI_Comm_rank(mine, &b.rank), MPI_Comm_remote_size(other, &b.peers);
+  if (b.rank == 0) MPI_Sendrecv(&here, 1, MPI_INT, 0, 1, &there, 1, MPI_INT, 0, 1, other, MPI_STATUS_IGNORE);
+  if (there != here) bridge_fail(&b, "the programs' bridges have different versions");
+  long long words[BRIDGE_WORDS], *all = (long long *)malloc(b.peers * sizeof words);
+  MPI_Comm_dup(other, &b.other), bridge_describe(&gives, words), bridge_describe(&takes, words + 15);
   MPI_Allgather(words, BRIDGE_WORDS, MPI_LONG_LONG, all, BRIDGE_WORDS, MPI_LONG_LONG, b.other);
   for (int which = 0; which < 2; which++) {
     const bridge_field *f = which ? &takes : &gives;
@@ -33,10 +34,9 @@ static inline bridge bridge_open(MPI_Comm mine, MPI_Comm other, bridge_field giv
     for (int a = 0; a < f->axes; a++) points *= f->stop[a] - f->start[a];
     b.part[which] = (MPI_Datatype *)malloc(b.peers * sizeof(MPI_Datatype));
     for (int peer = 0; peer < b.peers; peer++, common = 1) {
-      const long long *own = words + 1 + 15 * which, *their = all + peer * BRIDGE_WORDS + 16 - 15 * which;
-      if (all[peer * BRIDGE_WORDS] != BRIDGE_VERSION) bridge_fail(&b, "the programs' bridges have different versions");
+      const long long *own = words + 15 * which, *their = all + peer * BRIDGE_WORDS + 15 - 15 * which;
       if (memcmp(own, their, (3 + f->axes) * sizeof *own))
-        bridge_fail(&b, "a field has other axes, channels, bytes or points in the other program");
+        bridge_fail(&b, which ? "the other program gives another field" : "the other program takes another field");
       int sizes[5] = {f->channels}, lengths[5] = {f->channels}, at[5] = {0};
       for (int a = 0; a < f->axes; a++) {
         long long low = f->start[a] > their[7 + a] ? f->start[a] : their[7 + a];
@@ -52,8 +52,7 @@ static inline bridge bridge_open(MPI_Comm mine, MPI_Comm other, bridge_field giv
   }
   return free(all), b;
 }
-/* The parts of a block to the ranks of the other program, or from them. which: 0 the field that is given, 1 taken. */
-static inline void bridge_move(bridge *b, int which, int sends, void *block) {
+static inline void bridge_move(bridge *b, int which, int sends, void *block) { /* which: 0 the given field, 1 taken */
   MPI_Request *started = (MPI_Request *)malloc(b->peers * sizeof(MPI_Request));
   for (int peer = 0; peer < b->peers; peer++) {
     MPI_Datatype part = b->part[which][peer];
@@ -71,7 +70,7 @@ static inline int bridge_hear(bridge *b, int tag, long long *number, int *keep) 
   long long words[3];
   if (b->rank == 0) MPI_Recv(words, 3, MPI_LONG_LONG, 0, tag, b->other, MPI_STATUS_IGNORE);
   MPI_Bcast(words, 3, MPI_LONG_LONG, 0, b->mine);
-  return *number = words[1], *keep = (int)words[2], (int)words[0];
+  return *number = words[1], *keep = (int)words[2], b->ended = words[0] == BRIDGE_END, (int)words[0];
 }
 /* To answer: bridge_next says what the other program asks. After BRIDGE_CALL take its field and answer with yours; with
  * keep, it may ask for gradients of this number. After BRIDGE_GRADIENT take the gradient of the field that you gave,
@@ -93,6 +92,7 @@ static inline void bridge_forget(bridge *b, long long number) { bridge_tell(b, B
 /* Collective over both programs. ends: whether this program asks, and so tells the other one that it ends. */
 static inline void bridge_close(bridge *b, int ends) {
   if (ends) bridge_tell(b, BRIDGE_ASK, BRIDGE_END, 0, 0);
+  else if (!b->ended) bridge_fail(b, "it closes the bridge, and the other program has not ended");
   for (int which = 0; which < 2; free(b->part[which++]))
     for (int peer = 0; peer < b->peers; peer++)
       if (b->part[which][peer] != MPI_DATATYPE_NULL) MPI_Type_free(&b->part[which][peer]);

@@ -11,6 +11,7 @@ from torch import nn
 from tplayers.fields.adaptive_pool import FieldGlobalPool
 from tplayers.fields.layer import FieldLayer
 from tplayers.fields.pad import FieldPad
+from tplayers.fields.resample import FieldResample
 from tplayers.fields.upsample import FieldUpsample
 
 from .traced import Traced
@@ -64,15 +65,23 @@ def upsampled(t: FieldTracer, x: Traced, options: dict[str, Any]) -> Traced:
     if len(wanted) != len(here) or not all(isinstance(one, (int, float)) for one in wanted):
         raise t.refused("F.interpolate", f"size or scale_factor {wanted} does not fit a field {list(here)}")
     scales = [w / n if options.get("size") is not None else w for w, n in zip(wanted, here, strict=True)]
-    if any(scale != int(scale) or scale < 1 for scale in scales):
+    whole = all(scale == int(scale) and scale >= 1 for scale in scales)
+    if not whole and (options.get("size") is None or options["mode"] not in ("linear", "bilinear", "trilinear")):
         raise t.refused(
             "F.interpolate", f"the scales {scales} of a field {list(here)} are not whole numbers",
-            "nn.AvgPool2d to make it smaller, or F.pad or slices to change a size by some points",
+            "size= with a linear mode, nn.AvgPool2d to make it smaller, or F.pad or slices for some points",
         )  # fmt: skip
-    more: dict[str, Any] = {"mode": options["mode"], "align_corners": bool(options.get("align_corners"))}
-    output = t.blocks_of.get(tuple(int(s) * n for s, n in zip(scales, here, strict=True)))
+    corners = bool(options.get("align_corners"))
+    shape = tuple(int(s) * n for s, n in zip(scales, here, strict=True)) if whole else wanted
+    output = t.blocks_of.get(shape)
+    layer: FieldLayer
     try:
-        layer = FieldUpsample(list(map(int, scales)), t.grid, value.blocks, output=output, **more)
+        if whole:
+            more: dict[str, Any] = {"mode": options["mode"], "align_corners": corners, "output": output}
+            layer = FieldUpsample(list(map(int, scales)), t.grid, value.blocks, **more)
+        else:
+            output = output or t.grid.decompose(shape)
+            layer = FieldResample(t.grid, value.blocks, output, "corners" if corners else "cells")
     except ValueError as error:
         raise t.refused("F.interpolate", str(error)) from error
     return t.through(layer, x, _kept_channels(layer, value))

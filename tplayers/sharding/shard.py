@@ -238,4 +238,4 @@ def _first_channels(module: nn.Module) -> int:
         for name in ("in_channels", "num_features", "num_channels"):
             if isinstance(getattr(one, name, None), int):
                 return int(getattr(one, name))
-    raise ValueError("shard: no layer says how many channels the field has: give channels=")
+    raise ValueError("shard: no layer of the module says how many channels the field has: give channels=")

@@ -85,7 +85,7 @@ def test_fields_that_cannot_cross(field, words):
 def test_the_header_has_at_most_100_lines_and_the_same_numbers():
     text = Path(include(), "commengine_bridge.h").read_text()
     assert len(text.splitlines()) <= 100
-    names = {"VERSION": bridge.VERSION, "WORDS": 1 + 2 * WORDS}
+    names = {"VERSION": bridge.VERSION, "WORDS": 2 * WORDS}
     names |= {
         name: getattr(bridge, f"_{name}") for name in ("ASK", "ANSWER", "DATA", "END", "CALL", "GRADIENT", "FORGET")
     }

@@ -13,6 +13,7 @@ from commengine import CollectiveError, CollectiveTimeout, Communicator, Decompo
 from commengine.decomposition import grid_coords
 from tests.tplayers.conftest import draw
 from tplayers import Bridge, BridgeField
+from tplayers.bridge import bridge as bridge_module
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.timeout(120)]
 
@@ -32,6 +33,7 @@ def programs(mpi_world):
         return part.color == 0, part.other, comm
 
     yield split
+    bridge_module._OPEN.clear()  # those of a wait that timed out stay open
     for one in opened:
         one.close()
 
@@ -245,6 +247,45 @@ def test_a_rank_with_another_field_is_found(mpi_world, programs):
         takes = BridgeField(takes.decomposition, (comm.rank + 1,))
         with pytest.raises(CollectiveError, match="ask"):
             Bridge(other, comm, gives, takes)
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_an_answer_that_may_be_asked_for_its_gradient_has_a_graph_on_every_rank(mpi_world, programs, rank):
+    """Else the gradient would be zeros, or the other ranks would wait in the backward."""
+    asks, other, comm = programs(1)
+    bridge = Bridge(other, comm, *pair(asks, comm, mpi_world, 1), timeout=1)
+    if asks:
+        with pytest.raises(CollectiveTimeout):
+            bridge.call(draw(6).requires_grad_())
+    else:
+        with pytest.raises(ValueError, match="result has no graph, and the other program may ask for its gradient"):
+            bridge.answer(lambda x: torch.exp(x.detach() if rank in (None, comm.rank) else x))
+    mpi_world.Barrier()
+
+
+def test_a_closed_bridge_says_so_and_one_that_answers_waits_for_the_end(mpi_world, programs):
+    asks, other, comm = programs(1)
+    with Bridge(other, comm, *pair(asks, comm, mpi_world, 1)) as bridge:
+        if not asks:
+            assert bridge.answer(torch.exp) == "call"
+            with pytest.raises(CollectiveError, match="the other program has not ended"):
+                bridge.close()
+            assert bridge.answer(torch.exp) == "end"
+        else:
+            y = bridge.call(draw(6).requires_grad_())
+    with pytest.raises(CollectiveError, match="it is closed"):
+        bridge.call(draw(6)) if asks else bridge.answer(torch.exp)
+    if asks:
+        with pytest.raises(CollectiveError, match="it is closed"):
+            y.sum().backward()
+
+
+def test_a_program_that_opens_no_bridge_is_not_waited_for_longer_than_the_timeout(mpi_world, programs):
+    asks, other, comm = programs(1)
+    if asks:
+        with pytest.raises(CollectiveTimeout, match=r"0.5 s for the other program"):
+            Bridge(other, comm, *pair(asks, comm, mpi_world, 1), timeout=0.5)
+    mpi_world.Barrier()
 
 
 def test_waiting_ends_with_the_timeout(mpi_world, programs):

@@ -91,10 +91,16 @@ def test_an_error_in_one_program_ends_both_and_says_which(heat):
     assert "[rank 2] Traceback" in done.stderr and "a rank that calls the solver has failed" in done.stderr
 
 
+@pytest.mark.parametrize("way", ["forget", "leave"])
+def test_a_program_that_ends_without_closing_ends_both(heat, way):
+    done = mpirun.command(caller(heat, (1, 1), way), timeout=30)
+    assert done.returncode != 0 and "ends and has not closed its bridge: ending the job" in done.stderr
+
+
 def test_programs_of_other_sizes_end_with_one_of_their_messages(heat):
     done = mpirun.command(caller(heat, (1, 1), "other points"), timeout=60)
     assert done.returncode != 0
-    assert re.search(r"in the other program|a field has other axes, channels, bytes or points", done.stderr)
+    assert re.search(r"in the other program|the other program (gives|takes) another field", done.stderr)
 
 
 def test_the_example_learns(heat, tmp_path):

@@ -84,6 +84,11 @@ def groups(m, x):
     return shuffled + x.unflatten(1, (2, 2)).flatten(1, 2)
 
 
+def resampled(m, x):
+    y = F.interpolate(x, size=(7, 9), mode="bilinear")
+    return F.interpolate(torch.sin(y), size=x.shape[-2:], mode="bilinear", align_corners=True) + x
+
+
 def interpolated(m, x):
     x = F.max_pool2d(x, 2)
     y = F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True)
@@ -135,6 +140,7 @@ TAKEN = {
     "in place": residual_in_place,
     "in place, of copies": lambda m, x: torch.cat([one.clone().mul_(2) + one for one in x.chunk(2, dim=1)], 1),
     "interpolation": interpolated,
+    "interpolation to sizes": resampled,
     "types": by_type,
     "prelu": lambda m, x: F.prelu(x, m.channel),
     "dense of all": lambda m, x: x + (F.adaptive_avg_pool2d(x, 1).flatten(1) @ m.matrix)[:, :, None, None],
