@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.values import size_of
 from commengine import Communicator, Decomposition, UsageError, launch
+from commengine.mpi import load_mpi
 from commengine.rank_zero import on_rank_zero
 from tplayers import Bridge, BridgeField
 from trainers.options import COUNT, OneLineParser
@@ -40,10 +40,10 @@ def exchanges(bridge: Bridge, asks: bool) -> Iterator[tuple[str, Callable[[], ob
     there, back = ({peer: np.ones(count) for peer, count in counts.items()} for _ in range(2))
 
     def send() -> None:
-        MPI.Request.Waitall([bridge._other.Isend(buffer, peer) for peer, buffer in there.items()])
+        load_mpi().Request.Waitall([bridge._other.Isend(buffer, peer) for peer, buffer in there.items()])
 
     def receive() -> None:
-        MPI.Request.Waitall([bridge._other.Irecv(buffer, peer) for peer, buffer in back.items()])
+        load_mpi().Request.Waitall([bridge._other.Irecv(buffer, peer) for peer, buffer in back.items()])
 
     def plain() -> None:
         for one in (send, receive) if asks else (receive, send):
@@ -68,7 +68,7 @@ def measured(bridge: Bridge, asks: bool, rounds: int) -> dict[str, float]:
             bridge._other.Barrier()
             began = time.perf_counter()
             call()
-            slowest = bridge.comm.mpi.allreduce(time.perf_counter() - began, MPI.MAX)
+            slowest = bridge.comm.mpi.allreduce(time.perf_counter() - began, load_mpi().MAX)
             if number >= 2:
                 spent.setdefault(name, []).append(slowest)
     return {name: statistics.median(several) for name, several in spent.items()}
