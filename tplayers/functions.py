@@ -88,8 +88,9 @@ def in_forward_dtypes(backward: Callable[..., Any]) -> Callable[..., Any]:
 Plain = Callable[..., tuple[Tensor, ...]]
 
 
-#: a plain form, and the inputs for it
-PlainForm = tuple[Plain, Sequence[Tensor | None]]
+#: a plain form, the inputs for it, and the Function's tie, if it has one: an empty output, which was saved. With it a
+#: further derivative runs the Function's backward on every rank, also where a gradient has no graph that leads there
+PlainForm = tuple[Plain, Sequence[Tensor | None]] | tuple[Plain, Sequence[Tensor | None], Tensor]
 
 
 def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[..., Any]:
@@ -109,15 +110,29 @@ def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[...,
             form = None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else plain_of(ctx)
             if form is None:
                 return once(ctx, *grads)
-            plain, inputs = form
+            plain, inputs, *tie = form
             there = [one for one in inputs if one is not None]
             found = iter(_Plain.apply(_gradients(plain, len(there)), *there, *grads))  # type: ignore[no-untyped-call]
+            if tie:
+                found = iter(_Linked.apply(*tie, *found))  # type: ignore[no-untyped-call]
             several = tuple(None if one is None else next(found) for one in inputs)
             return tuple(one if wanted else None for one, wanted in zip(several, ctx.needs_input_grad, strict=False))
 
         return in_forward_dtypes(any_order)
 
     return decorate
+
+
+class _Linked(torch.autograd.Function):
+    """``results``, of which a derivative also leads to ``tie``."""
+
+    @staticmethod
+    def forward(ctx: Any, tie: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one.view_as(one) for one in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0].new_zeros(0), *grads
 
 
 class _Plain(torch.autograd.Function):

@@ -110,7 +110,7 @@ class FieldConv(_Convolution):
         if not self._halo.apart or torch.is_autocast_enabled(x.device.type) or in_forward_mode():
             return convolve_together(x, weight, bias, self._halo)
         try:
-            return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)  # type: ignore[no-untyped-call, no-any-return]
+            return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)[0]  # type: ignore[no-untyped-call, no-any-return]
         except RuntimeError as error:
             if not refused_by_torch_func(error):
                 raise

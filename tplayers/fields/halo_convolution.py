@@ -88,13 +88,13 @@ def convolve_together(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: 
 
 
 def _plain_convolution(ctx: Any) -> PlainForm:
-    x, weight, *_ = ctx.saved_tensors
+    x, weight, *_, tie = ctx.saved_tensors
     bias = weight.new_zeros(len(weight)) if ctx.biased else None  # no gradient depends on its values
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
         return (convolve_together(x, weight, bias, ctx.geometry),)
 
-    return plain, [x, weight, bias, None, None]
+    return plain, [x, weight, bias, None, None], tie
 
 
 class ConvolveApart(torch.autograd.Function):
@@ -103,7 +103,7 @@ class ConvolveApart(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: HaloConvolution, stream: Stream | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         messages = Messages(lambda piece: x[piece.source], x, geometry.plan, False, geometry.comm, stream)
         stride, dilation, groups = geometry.stride, geometry.dilation, geometry.groups
         no = [0] * len(stride)
@@ -114,15 +114,16 @@ class ConvolveApart(torch.autograd.Function):
         reads = [halo[place].clone() for _, place in geometry.slabs]
         for (outputs, _), read in zip(geometry.slabs, reads, strict=True):
             y[outputs] += torch.convolution(read, weight, None, stride, geometry.native, dilation, False, no, groups)
-        ctx.save_for_backward(x, weight, *reads)
+        tie = x.new_empty(0)
+        ctx.save_for_backward(x, weight, *reads, tie)
         ctx.geometry, ctx.stream, ctx.biased = geometry, stream, bias is not None
-        return y
+        return y, tie
 
     @staticmethod
     @differentiable(_plain_convolution)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         geometry, grad = ctx.geometry, grads[0]
-        x, weight, *reads = ctx.saved_tensors
+        x, weight, *reads, _ = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         halo, of_slabs = geometry.empty_halo(x), []
         for (outputs, place), read in zip(geometry.slabs, reads, strict=True):

@@ -109,7 +109,7 @@ class FieldBatchNorm(_RunningNorm):
         points = x.shape[0] * self.input.points()
         if points < 2:
             raise ValueError(f"FieldBatchNorm needs more than one value a channel in training, not {points}")
-        y, mean, var = BatchNormalise.apply(x, self.weight, self.bias, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
+        y, mean, var, _ = BatchNormalise.apply(x, self.weight, self.bias, self.grid.comm, self.eps, points)  # type: ignore[no-untyped-call]
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked += 1
             factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

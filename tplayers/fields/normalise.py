@@ -84,7 +84,7 @@ def _again(x: Tensor, dims: tuple[int, ...], ctx: Any) -> Tensor:
 
 
 def _plain_batch_norm(ctx: Any) -> PlainForm:
-    x, weight, bias, *_ = ctx.saved_tensors
+    x, weight, bias, *_, tie = ctx.saved_tensors
     comm, shape = ctx.comm, (-1, *(1,) * (x.dim() - 2))
 
     def plain(x: Tensor, *parameters: Tensor) -> tuple[Tensor]:
@@ -94,7 +94,7 @@ def _plain_batch_norm(ctx: Any) -> PlainForm:
             y = torch.addcmul(addend, y, factor)
         return (y.to(x.dtype),)
 
-    return plain, [x, weight, bias, None, None, None]
+    return plain, [x, weight, bias, None, None, None], tie
 
 
 class BatchNormalise(torch.autograd.Function):
@@ -103,20 +103,21 @@ class BatchNormalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, comm: Communicator, eps: float, points: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = (0, *range(2, x.dim()))
         mean, var = moments(wide(x), dims, comm, points)
         scale, shift = (None if p is None else wide(p) for p in (weight, bias))
         y = torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
-        ctx.save_for_backward(x, weight, bias, mean, var)
+        tie = x.new_empty(0)
+        ctx.save_for_backward(x, weight, bias, mean, var, tie)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
         ctx.mark_non_differentiable(mean, var)
-        return y, mean, var
+        return y, mean, var, tie
 
     @staticmethod
     @differentiable(_plain_batch_norm)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, _, mean, var = ctx.saved_tensors
+        x, weight, _, mean, var, _ = ctx.saved_tensors
         grad = grads[0]
         scale = None if weight is None else wide(weight)
         ones = torch.ones_like(mean) if scale is None else scale
