@@ -31,18 +31,33 @@ def _tied(x: Tensor, tie: Tensor | None, operators: tuple[Operator, Operator, Op
     try:
         return _Linear.apply(x, tie, *operators)  # type: ignore[no-untyped-call, no-any-return]
     except RuntimeError as error:
-        if not refused_by_torch_func(error):
+        if not _refused_by_torch_func(error):
             raise
     return _Transformed.apply(x, tie, *operators)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def refused_by_torch_func(error: RuntimeError) -> bool:
+def apply_or(plain: Callable[[], Any], function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function`` of ``args``; ``plain()`` where it would be refused: in forward mode, and under ``torch.func``.
+
+    function: without a jvp and a setup_context. plain: computes the same by operators that have them.
+    """
+    if in_forward_mode():  # on all ranks, also on those whose tensors have no tangent
+        return plain()
+    try:
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not _refused_by_torch_func(error):
+            raise
+    return plain()
+
+
+def _refused_by_torch_func(error: RuntimeError) -> bool:
     """Whether ``torch.func`` refused a Function, of which nothing has run then: it takes none with a ctx in forward."""
     return "setup_context" in str(error)
 
 
 def in_forward_mode() -> bool:
-    """Whether there may be dual numbers: a Function without a jvp is then replaced on all ranks."""
+    """Whether there may be dual numbers."""
     return forward_ad._current_level >= 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def _named(words: Sequence[int]) -> str:
     return f"{words[1]} channels of {words[2]} bytes at {words[3 : 3 + words[0]]} points"
 
 
-def _each_point_once(points: Sequence[int], boxes: Any) -> bool:
+def _each_point_once(points: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Whether the boxes tile the field. They do if and only if their corners, with signs, add up to the field's.
 
     A set of points is known from the signed corners of its boxes, as a function is from its mixed differences.

@@ -16,6 +16,7 @@ from commengine import CollectiveError, CollectiveTimeout, Communicator
 from commengine.host.polling import PollingCalls
 from commengine.job_end import abort, say
 from commengine.mpi import OwnsCommunicators, load_mpi
+from commengine.startup.start import SLOW_SECONDS
 from tplayers.functions import one_derivative, outside_graphs
 
 from .blocks import WORDS, BridgeField, SharedPart, shared_parts
@@ -30,8 +31,6 @@ _ASK, _ANSWER, _DATA = 1, 2, 3
 _END, _CALL, _GRADIENT, _FORGET = 0, 1, 2, 3
 #: the fields of a program: the one that it gives when it calls or answers, and the one that it takes
 _GIVEN, _TAKEN = 0, 1
-#: seconds after which a rank says that it waits
-SLOW_SECONDS = 60.0
 #: the bridges of this process that are not closed
 _OPEN: set[Bridge] = set()
 
@@ -210,7 +209,7 @@ class Bridge(OwnsCommunicators):
     def _meet(self, other: MPI.Intercomm) -> int:
         """Wait until the other program opens its bridge, too. Returns its version."""
         here, there, self._since = array("i", [VERSION]), array("i", [VERSION]), time.monotonic()
-        self._opening = here, there, other  # MPI writes there after a timeout, too
+        self._opening = here, there  # MPI writes there after a timeout, too
         mpi = load_mpi()
         if self.comm.rank == 0:
             sent, came = other.Isend([here, mpi.INT], 0, _ASK), other.Irecv([there, mpi.INT], 0, _ASK)
@@ -271,9 +270,9 @@ class Bridge(OwnsCommunicators):
         """
         if self._other == load_mpi().COMM_NULL:
             return
-        _OPEN.discard(self)
         if self._answers and not self._ended:
             raise CollectiveError("Bridge.close: the other program has not ended: answer() until it returns 'end'")
+        _OPEN.discard(self)
         if not self._answers:
             self._tell(_ASK, _END, 0, False)
         self._other.Free()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.adjoint_pair import in_forward_mode, refused_by_torch_func
+from tplayers.adjoint_pair import apply_or
 from tplayers.context.blocks import BlockMask, attend, attend_backward
 from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.operators import all_gather
@@ -220,16 +220,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     q: [batch, windows, heads, rows, d]. k, v: [batch, windows, heads, columns, d]. bias: [windows or 1, heads or 1,
     rows, columns], or None. The result has the shape of q. A fused kernel computes it, unless ``bias`` has a gradient.
     """
-    if q.numel() and not (bias is not None and bias.requires_grad) and not in_forward_mode():
-        wide = None if bias is None else bias.to(q.dtype).expand(*q.shape[:2], *bias.shape[1:]).flatten(0, 1)
-        try:
-            found: Tensor = _Fused.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), wide)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if not refused_by_torch_func(error):
-                raise
-        else:
-            return found.unflatten(0, q.shape[:2])  # type: ignore[no-untyped-call, no-any-return]
-    return _formula(q, k, v, bias)
+    if not q.numel() or (bias is not None and bias.requires_grad):
+        return _formula(q, k, v, bias)
+    wide = None if bias is None else bias.to(q.dtype).expand(*q.shape[:2], *bias.shape[1:]).flatten(0, 1)
+    given = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), wide
+    return apply_or(lambda: _formula(q, k, v, bias).flatten(0, 1), _Fused, *given).unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
-from tplayers.adjoint_pair import in_forward_mode, refused_by_torch_func
+from tplayers.adjoint_pair import apply_or
 from tplayers.placement import Normal, Placement, add_parameter
 
 from .geometry import Sliding, Transposed
@@ -107,14 +107,13 @@ class FieldConv(_Convolution):
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         weight, bias = self.summed_parameters()
-        if not self._halo.apart or torch.is_autocast_enabled(x.device.type) or in_forward_mode():
-            return convolve_together(x, weight, bias, self._halo)
-        try:
-            return ConvolveApart.apply(x, weight, bias, self._halo, self.overlap_stream)[0]  # type: ignore[no-untyped-call, no-any-return]
-        except RuntimeError as error:
-            if not refused_by_torch_func(error):
-                raise
-            return convolve_together(x, weight, bias, self._halo)
+
+        def together() -> tuple[Tensor]:
+            return (convolve_together(x, weight, bias, self._halo),)
+
+        if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
+            return together()[0]
+        return apply_or(together, ConvolveApart, x, weight, bias, self._halo, self.overlap_stream)[0]  # type: ignore[no-any-return]
 
 
 class FieldConvTranspose(_Convolution):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.adjoint_pair import apply_pair, in_forward_mode, refused_by_torch_func
+from tplayers.adjoint_pair import apply_or, apply_pair
 from tplayers.functions import in_forward_dtypes, outside_graphs
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
@@ -225,14 +225,12 @@ def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     """
     if comm.size == 1 or not parameters:
         return parameters
-    if not in_forward_mode():
-        try:
-            return _Replicated.apply(comm, *parameters)  # type: ignore[no-untyped-call, no-any-return]
-        except RuntimeError as error:
-            if not refused_by_torch_func(error):
-                raise
     total = functools.partial(_total, comm)
-    return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)
+
+    def one_by_one() -> tuple[Tensor, ...]:
+        return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)
+
+    return apply_or(one_by_one, _Replicated, comm, *parameters)  # type: ignore[no-any-return]
 
 
 def _total(comm: Communicator, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of a value while a module is traced: its whole shape, and how the ranks share it.
+"""The facts that a trace knows of a value: its whole shape, and how the ranks share it.
 
 Shapes come from torch itself: each function of the module also runs on tensors without storage ("meta"), of the shapes
 of the *whole* field. A batch has `BATCH` samples there, a number that nothing else in a network has; so sizes that
