@@ -73,7 +73,7 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
   if (leader < 0) {
     if (rank == 0) fprintf(stderr, "heat: there is no other program here; mpiexec -n 2 ./heat : -n 2 python ... starts both, "
                                    "if both were built for one MPI\n");
-    MPI_Abort(MPI_COMM_WORLD, 2);
+    MPI_Finalize(), exit(2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);
   MPI_Intercomm_create(*mine, 0, MPI_COMM_WORLD, leader, 20000, other);

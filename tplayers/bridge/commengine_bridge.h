@@ -10,7 +10,9 @@ enum { BRIDGE_END = 0, BRIDGE_CALL = 1, BRIDGE_GRADIENT = 2, BRIDGE_FORGET = 3 }
 typedef struct { int axes, channels; long long shape[4], start[4], stop[4]; MPI_Datatype type; } bridge_field;
 typedef struct { MPI_Comm mine, other; int rank, peers, ended; MPI_Datatype *part[2]; long long number; } bridge;
 static inline void bridge_fail(const bridge *b, const char *why) { /* ends both programs */
-  fprintf(stderr, "bridge: rank %d of its program: %s\n", b->rank, why), MPI_Abort(MPI_COMM_WORLD, 1);
+  fprintf(stderr, "bridge: rank %d of its program: %s\n", b->rank, why), fflush(stderr);
+  for (double end = MPI_Wtime() + 0.5; MPI_Wtime() < end;) continue; /* launchers lose lines that come just before */
+  MPI_Abort(MPI_COMM_WORLD, 1);
 }
 static inline void bridge_describe(const bridge_field *f, long long *words) {
   int bytes;
@@ -80,21 +82,19 @@ static inline void bridge_take(bridge *b, int what, void *block) { bridge_move(b
 static inline void bridge_answer(bridge *b, int what, void *block) {
   bridge_tell(b, BRIDGE_ANSWER, what, 0, 0), bridge_move(b, what == BRIDGE_GRADIENT, 1, block);
 }
-/* To ask: what is BRIDGE_CALL or BRIDGE_GRADIENT. Returns the number of the call, which its gradients name. */
+/* To ask: what is BRIDGE_CALL or BRIDGE_GRADIENT. Returns the number of the last call, which its gradients name. */
 static inline long long bridge_ask(bridge *b, int what, long long number, int keep, void *give, void *take) {
-  long long none;
   bridge_tell(b, BRIDGE_ASK, what, what == BRIDGE_CALL ? (number = ++b->number) : number, keep);
   bridge_move(b, what == BRIDGE_GRADIENT, 1, give);
-  bridge_hear(b, BRIDGE_ANSWER, &none, &keep), bridge_move(b, what == BRIDGE_CALL, 0, take);
-  return number;
+  bridge_hear(b, BRIDGE_ANSWER, &number, &keep), bridge_move(b, what == BRIDGE_CALL, 0, take);
+  return b->number;
 }
 static inline void bridge_forget(bridge *b, long long number) { bridge_tell(b, BRIDGE_ASK, BRIDGE_FORGET, number, 0); }
 /* Collective over both programs. ends: whether this program asks, and so tells the other one that it ends. */
 static inline void bridge_close(bridge *b, int ends) {
   if (ends) bridge_tell(b, BRIDGE_ASK, BRIDGE_END, 0, 0);
   else if (!b->ended) bridge_fail(b, "it closes the bridge, and the other program has not ended");
-  for (int which = 0; which < 2; free(b->part[which++]))
-    for (int peer = 0; peer < b->peers; peer++)
-      if (b->part[which][peer] != MPI_DATATYPE_NULL) MPI_Type_free(&b->part[which][peer]);
-  MPI_Comm_free(&b->other);
+  for (int n = 0, p = b->peers; n < 2 * p; n++)
+    if (b->part[n / p][n % p] != MPI_DATATYPE_NULL) MPI_Type_free(&b->part[n / p][n % p]);
+  free(b->part[0]), free(b->part[1]), MPI_Comm_free(&b->other);
 }
