@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
             grad = tie.new_zeros(ctx.shapes[1])
         if not followed():
             return back(_stored(grad)), None, None, None, None
-        out, out_tie = _tied(grad, _both(tie, of_tie), (back, again, back))
+        out, out_tie = _tied(grad, both(tie, of_tie), (back, again, back))
         return out, out_tie if ctx.needs_input_grad[1] else None, None, None, None
 
     @staticmethod
@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
         (tangent, of_tie, *_), (tie,) = tangents, ctx.saved_tensors
         if tangent is None:
             tangent = tie.new_zeros(ctx.shapes[0])
-        return _tied(tangent, _both(tie, of_tie), ctx.operators)
+        return _tied(tangent, both(tie, of_tie), ctx.operators)
 
 
 def _stored(x: Tensor) -> Tensor:
@@ -109,9 +109,22 @@ def _stored(x: Tensor) -> Tensor:
     return x.clone() if x._is_zerotensor() else x
 
 
-def _both(tie: Tensor, other: Tensor | None) -> Tensor:
+def both(tie: Tensor, other: Tensor | None) -> Tensor:
     """An empty tensor whose graph leads where those of both lead."""
     return tie if other is None else tie + other
+
+
+def linked(grad: Tensor, tie: Tensor, of_tie: Tensor | None) -> Tensor:
+    """``grad``, with a graph that leads to ``tie`` on every rank: the gradient that a Function differentiates again.
+
+    For Functions of which the backward has messages and is differentiated by autograd. tie: an empty output of the
+    Function, as of `_Linear`, which it saved. of_tie: the derivative of the tie.
+    """
+    return apply_pair(grad, _seen, _seen, both(tie, of_tie))
+
+
+def _seen(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 class _Transformed(torch.autograd.Function):

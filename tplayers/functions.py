@@ -25,6 +25,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .adjoint_pair import linked
+
 
 def lowered(x: Tensor, *more: Tensor | None) -> tuple[Any, ...]:
     """``x`` and ``more`` as autocast casts the operands of a product: to its dtype, but for float64. Differentiable.
@@ -112,27 +114,15 @@ def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[...,
                 return once(ctx, *grads)
             plain, inputs, *tie = form
             there = [one for one in inputs if one is not None]
-            found = iter(_Plain.apply(_gradients(plain, len(there)), *there, *grads))  # type: ignore[no-untyped-call]
             if tie:
-                found = iter(_Linked.apply(*tie, *found))  # type: ignore[no-untyped-call]
+                grads = linked(grads[0], tie[0], grads[-1]), *grads[1:]
+            found = iter(_Plain.apply(_gradients(plain, len(there)), *there, *grads))  # type: ignore[no-untyped-call]
             several = tuple(None if one is None else next(found) for one in inputs)
             return tuple(one if wanted else None for one, wanted in zip(several, ctx.needs_input_grad, strict=False))
 
         return in_forward_dtypes(any_order)
 
     return decorate
-
-
-class _Linked(torch.autograd.Function):
-    """``results``, of which a derivative also leads to ``tie``."""
-
-    @staticmethod
-    def forward(ctx: Any, tie: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        return tuple(one.view_as(one) for one in results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads[0].new_zeros(0), *grads
 
 
 class _Plain(torch.autograd.Function):

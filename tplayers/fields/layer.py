@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.adjoint_pair import apply_or, apply_pair
+from tplayers.adjoint_pair import apply_or, apply_pair, both
 from tplayers.functions import in_forward_dtypes, outside_graphs
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
@@ -230,7 +230,7 @@ def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     def one_by_one() -> tuple[Tensor, ...]:
         return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)
 
-    return apply_or(one_by_one, _Replicated, comm, *parameters)  # type: ignore[no-any-return]
+    return apply_or(one_by_one, _Replicated, comm, *parameters)[: len(parameters)]  # type: ignore[no-any-return]
 
 
 def _total(comm: Communicator, x: Tensor) -> Tensor:
@@ -248,17 +248,16 @@ def summed_over_ranks(comm: Communicator, x: Tensor, tie: Tensor | None = None) 
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm = comm
-        # They lead a derivative of the gradients here; their values do not count.
-        ctx.save_for_backward(*parameters)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
+        ctx.comm, tie = comm, parameters[0].new_empty(0)
+        ctx.save_for_backward(tie)
+        return *(parameter.view_as(parameter) for parameter in parameters), tie
 
     @staticmethod
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            pairs = zip(grads, ctx.saved_tensors, strict=True)
-            return None, *(summed_over_ranks(ctx.comm, grad, one.flatten()[:0]) for grad, one in pairs)
-        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
+            tie = both(*ctx.saved_tensors, grads[-1])
+            return None, *(summed_over_ranks(ctx.comm, grad, tie) for grad in grads[:-1])
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=False) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

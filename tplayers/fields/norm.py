@@ -47,7 +47,7 @@ class _FieldNorm(FieldLayer):
         x, groups = (widened(x), groups) if groups else (x, x.shape[1])
         points = self.input.points() * x.shape[1] // groups
         values = x.reshape(x.shape[0], groups, -1)
-        y = Normalise.apply(values, self.grid.comm, self.eps, points, statistics).view(x.shape)  # type: ignore[no-untyped-call]
+        y = Normalise.apply(values, self.grid.comm, self.eps, points, statistics)[0].view(x.shape)  # type: ignore[no-untyped-call]
         weight, bias = self.summed_parameters()
         return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype)
 

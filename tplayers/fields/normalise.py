@@ -16,6 +16,7 @@ from torch import Tensor
 
 from commengine import Communicator
 from commengine.dtypes import wide
+from tplayers.adjoint_pair import linked
 from tplayers.functions import PlainForm, differentiable, in_forward_dtypes
 from tplayers.movement.operators import all_reduce
 
@@ -148,23 +149,26 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int, statistics: list[Tensor] | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         of_x = wide(x)
         mean, var = moments(of_x, (2,), comm, points)
         if statistics is not None:
             statistics += mean, var
         mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
-        ctx.save_for_backward(x, mean, scale)
+        tie = x.new_empty(0)
+        ctx.save_for_backward(x, mean, scale, tie)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
-        return (of_x - mean).mul_(scale).to(x.dtype)  # not x * scale - mean * scale, where large numbers cancel
+        y = (of_x - mean).mul_(scale)  # not x * scale - mean * scale, where large numbers cancel
+        return y.to(x.dtype), tie
 
     @staticmethod
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, mean, scale = ctx.saved_tensors
+        x, mean, scale, tie = ctx.saved_tensors
         if torch.is_grad_enabled():
             y = _again(x, (2,), ctx).to(x.dtype)
-            return *torch.autograd.grad(y, x, grads[0], create_graph=True), None, None, None, None
+            grad = linked(grads[0], tie, grads[1])
+            return *torch.autograd.grad(y, x, grad, create_graph=True), None, None, None, None
         normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:
