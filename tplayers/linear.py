@@ -252,13 +252,13 @@ def column_parallel_products(
     """`column_parallel_linear` for several layers, by these ``products``. layers: the weight and the bias of each."""
     x, *tensors = lowered(x, *layers)
     x = x.contiguous() if split else x  # here, where autograd sees it
-    return _ColumnParallelLinears.apply(x, comm, split, stream, products, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    return _ColumnParallelLinears.apply(x, comm, split, stream, products, *tensors)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _plain_columns(ctx: Any) -> PlainForm | None:
     if type(ctx.products) is not Products:
         return None
-    x, *weights = ctx.saved_tensors
+    x, *weights, tie = ctx.saved_tensors
     comm, enter = ctx.comm, gather_from_sequence_parallel_region if ctx.split else copy_to_tensor_parallel_region
     # A gradient does not depend on the values of a bias.
     biases = [one.new_zeros(len(one)) if given else None for one, given in zip(weights, ctx.with_bias, strict=True)]
@@ -270,7 +270,7 @@ def _plain_columns(ctx: Any) -> PlainForm | None:
             F.linear(whole, next(tensors), next(tensors) if with_bias else None) for with_bias in ctx.with_bias
         )
 
-    return plain, [x, None, None, None, None, *layers]
+    return plain, [x, None, None, None, None, *layers], tie
 
 
 class _ColumnParallelLinears(torch.autograd.Function):
@@ -285,19 +285,20 @@ class _ColumnParallelLinears(torch.autograd.Function):
         *layers: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = layers[::2], layers[1::2]
-        ctx.save_for_backward(x, *weights)
+        tie = x.new_empty(0)
+        ctx.save_for_backward(x, *weights, tie)
         ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
         ctx.with_bias = [bias is not None for bias in biases]
-        return products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases)
+        return *products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases), tie
 
     @staticmethod
     @differentiable(_plain_columns)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights, _ = ctx.saved_tensors
         comm, stream, products = ctx.comm, ctx.stream, ctx.products
         need_x, need_layers = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         grad_x = gathering = reducing = None
-        rows, whole = [products.rows(grad) for grad in grads], x
+        rows, whole = [products.rows(grad) for grad in grads[:-1]], x
         if ctx.split and any(need_layers[::2]):
             whole, gathering = all_gathered(x, comm, stream, after=rows)
         if need_x:

@@ -287,8 +287,8 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "FieldMaxPool": of_field(lambda grid, whole: tplayers.FieldMaxPool(2, grid, whole)),
     "FieldAvgPool": of_field(lambda grid, whole: tplayers.FieldAvgPool(3, grid, whole, stride=1, padding=1)),
     "FieldPad": of_field(lambda grid, whole: tplayers.FieldPad((1, 1, 0, 2), grid, whole, mode="reflect")),
-    "FieldAdaptiveAvgPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveAvgPool(3, grid, whole)),
-    "FieldAdaptiveMaxPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveMaxPool(3, grid, whole)),
+    "FieldAdaptiveAvgPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveAvgPool((5, 3), grid, whole)),
+    "FieldAdaptiveMaxPool": of_field(lambda grid, whole: tplayers.FieldAdaptiveMaxPool((5, 3), grid, whole)),
     "FieldGlobalPool": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole)),
     "FieldGlobalPool, max": of_field(lambda grid, whole: tplayers.FieldGlobalPool(grid, whole, mode="max")),
     "FieldUpsample": of_field(lambda grid, whole: tplayers.FieldUpsample(2, grid, whole, mode="linear")),
@@ -383,6 +383,8 @@ class Twice:
 
     def __init__(self, case: Case, group: Group) -> None:
         self.case, self.group = case, group
+        #: of values of which each rank has its own, or a term
+        self.loss: Callable[[Tensor], Tensor] = lambda y: torch.sin(y + 0.3 * group.rank * case.together)
         self.parameters = dict(case.module.named_parameters())
         self.placements = tplayers.placements(case.module)
         self.leaves = [x.requires_grad_() for x in (*case.inputs, *self.parameters.values())]
@@ -401,7 +403,7 @@ class Twice:
         case, total = self.case, torch.zeros((), dtype=F64)
         values = case.value(*case.inputs)
         for number, y in enumerate(values if isinstance(values, list | tuple) else [values]):
-            term = torch.sin(y + 0.3 * self.group.rank * case.together).sum()
+            term = (self.loss if case.together or number in case.terms else torch.sin)(y).sum()
             total = total + (self.of_all(term) if number in case.terms else term)
         return torch.autograd.grad(total, [self.leaves[n] for n in numbers], allow_unused=True, **options)
 
@@ -415,7 +417,10 @@ class Twice:
 
     def second(self, gradients: list[Tensor | None], numbers: range) -> tuple[Tensor | None, ...]:
         """The gradients of the penalty by all leaves."""
-        return torch.autograd.grad(self.penalty(gradients, numbers), self.leaves, allow_unused=True)
+        penalty = self.penalty(gradients, numbers)
+        if not penalty.requires_grad:  # of a linear loss of something linear that sends nothing
+            return (None,) * len(self.leaves)
+        return torch.autograd.grad(penalty, self.leaves, allow_unused=True)
 
 
 @pytest.mark.slow
@@ -460,6 +465,38 @@ def test_a_second_derivative_is_right_or_an_error(group, name):
         truth = (sides[0] - sides[1]) / (2 * STEP) * (case.together or group.rank == 0)
         found, expected = (sum(group.comm.mpi.allgather(one)) for one in (slope, truth))
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (found, expected)
+
+
+#: those of which the ranks' losses may differ
+OWN_LOSSES = [name for name in CASES if name not in ONCE]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_where_one_ranks_loss_is_linear(group, name):
+    """The gradient of a linear loss has no graph of its own; that of the same loss with 0 times a square has one."""
+    case = CASES[name](group.comm)
+    group.fill(case.module)
+    twice = Twice(case, group)
+    if not (case.together or case.terms):
+        pytest.skip("every rank computes the same loss")
+    other = twice.loss
+    for numbers in twice.kinds:
+        for linear in range(group.comm.size):
+            found = []
+            for graph in (False, True):
+                twice.loss = (
+                    other if linear != group.rank else lambda y, graph=graph: y + (0 * y.square() if graph else 0)
+                )
+                gradients = twice.first(numbers, create_graph=True)
+                found.append([None if g is None else g.clone() for g in twice.second(gradients, numbers)])
+            for mine, expected in zip(*found, strict=True):
+                if mine is None or expected is None:
+                    assert not any(g.any() for g in (mine, expected) if g is not None)
+                else:
+                    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 #: layers and models of which every rank has the whole input

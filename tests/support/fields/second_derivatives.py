@@ -44,7 +44,12 @@ def _mixed(straight: Tensor, y: Tensor) -> Tensor:
 
 
 def _second(
-    layer: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor, way: Tensor, loss: Callable[[Tensor], Tensor], ranks: int
+    layer: Callable[[Tensor], Tensor],
+    x: Tensor,
+    weights: Tensor,
+    way: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    ranks: int,
 ) -> list[Sequence[Tensor]]:
     """By input and parameters: the gradients of a penalty on all gradients, and the Hessian times ``way``.
 
