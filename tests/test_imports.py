@@ -35,7 +35,8 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero"},
     ),
     "tplayers": (
-        {"host_copy", "checks", "functions", "adjoint_pair", "recompute", "dropout_kernel"},
+        {"host_copy", "checks", "adjoint_pair", "recompute", "dropout_kernel"},
+        {"functions"},
         {"rng", "regions", "movement", "bridge"},  # bridge: to another program of the job
         {"placement", "cross_entropy"},
         {"linear", "norm", "context"},  # context: split along the sequence
