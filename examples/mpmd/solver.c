@@ -26,7 +26,7 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
     if (colors[r] != color) leader = r; /* the lowest rank of the other program */
   if (leader < 0) {
     if (rank == 0) fprintf(stderr, "solver: start it beside network.py: mpiexec -n 2 ./solver : -n 2 python ...\n");
-    MPI_Abort(MPI_COMM_WORLD, 2);
+    MPI_Finalize(), exit(2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);
   MPI_Intercomm_create(*mine, 0, MPI_COMM_WORLD, leader, TAG_OF_A_PAIR, other);

@@ -1,5 +1,6 @@
 ! The ranks of this program, and an intercommunicator to the only other one: the Fortran side of launch.split_world.
 module programs
+  use iso_fortran_env, only: error_unit
   use mpi_f08
   implicit none
 contains
@@ -20,8 +21,9 @@ contains
       if (colors(leader) /= color) exit
     end do
     if (leader == ranks) then
-      if (rank == 0) print *, "there is no other program: mpiexec -n 2 ./solver : -n 2 python ..."
-      call MPI_Abort(MPI_COMM_WORLD, 2)
+      if (rank == 0) write (error_unit, '(a)') "there is no other program: mpiexec -n 2 ./solver : -n 2 python ..."
+      call MPI_Finalize()
+      stop 2, quiet=.true.
     end if
     call MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine)
     call MPI_Intercomm_create(mine, 0, MPI_COMM_WORLD, leader, 20000, other)

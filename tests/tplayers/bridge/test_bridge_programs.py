@@ -1,11 +1,13 @@
 """The bridge to programs in C++ and Fortran: gradients, failures, memory."""
 
+import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -145,6 +147,36 @@ def test_a_fortran_program_answers(tmp_path):
     ]
     subprocess.run(words, check=True)
     for ranks in SPLITS:
-        done = mpirun.command(both(tmp_path / "cube", ranks, (), str(mpirun.JOBS / "fortran_bridge.py")), timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert float(re.search(r"ERROR (\S+)", done.stdout)[1]) < 1e-14
+        cubes(both(tmp_path / "cube", ranks, (), str(EXAMPLES / "cubes.py")))
+
+
+def cubes(words):
+    done = mpirun.command(words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"wrong by (\S+), the gradient by (\S+)", done.stdout)
+    assert max(map(float, found.groups())) < 1e-14
+
+
+def test_a_fortran_program_of_a_systems_mpi_answers(tmp_path, monkeypatch):
+    """As docs/bridge.md says: Debian's MPICH has mpi_f08, and the wheel of mpi4py loads its library."""
+    found = [shutil.which(f"{name}.mpich") for name in ("mpicc", "mpifort", "mpiexec")]
+    library = Path(f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/libmpich.so.12")
+    if None in found or not library.exists():
+        pytest.skip("no MPICH of the system with a Fortran compiler: apt install libmpich-dev gfortran")
+    if importlib.util.find_spec("mpi4py._mpiabi") is None:
+        pytest.skip("mpi4py is no wheel that loads any MPI: it was built for one")
+    mpicc, mpifort, mpiexec = found
+    folder = Path(bridge.include())
+    subprocess.run([mpicc, "-c", "-I", folder, folder / "commengine_bridge_fortran.c"], check=True, cwd=tmp_path)
+    split = EXAMPLES.parent / "mpmd" / "split_world.f90"
+    sources = [folder / "commengine_bridge.f90", split, EXAMPLES / "cube.f90", EXAMPLES / "cubes.f90"]
+    words = [mpifort, "-Wall", "-Werror", "-o", "cubes", *sources, "commengine_bridge_fortran.o"]
+    subprocess.run(words, check=True, cwd=tmp_path)
+    (tmp_path / "mpi").mkdir()
+    (tmp_path / "mpi" / "libmpi.so.12").symlink_to(library)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "mpi"))
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "mpi" / "libmpi.so.12"))
+    for ranks in SPLITS:
+        cubes([mpiexec, *both(tmp_path / "cubes", ranks, (), str(EXAMPLES / "cubes.py"))[1:]])
+    alone = mpirun.command([mpiexec, "-n", "1", str(tmp_path / "cubes")], timeout=30)
+    assert alone.returncode == 2 and "there is no other program" in alone.stderr
