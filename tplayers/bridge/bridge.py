@@ -245,7 +245,8 @@ class Bridge(OwnsCommunicators):
 
     def _receive(self, which: int) -> Tensor:
         field = self.takes if which == _TAKEN else self.gives
-        out = torch.empty(field.local_shape(self.comm.rank), dtype=field.dtype)
+        # NumPy asks the system for huge pages, and torch does not: writing 64 MB of new memory takes a third of the time.
+        out = torch.from_numpy(np.empty(field.local_shape(self.comm.rank), f"f{field.dtype.itemsize}"))
         pieces = [(part.peer, out[part.at]) for part in self._parts[which]]
         messages = [(peer, piece, self._message(piece, peer)) for peer, piece in pieces]
         load_mpi().Request.Waitall([self._other.Irecv(message.numpy(), peer, _DATA) for peer, _, message in messages])
