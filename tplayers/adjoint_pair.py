@@ -63,7 +63,12 @@ def in_forward_mode() -> bool:
 
 def followed() -> bool:
     """Whether anything follows what is computed: autograd, forward mode or ``torch.func``."""
-    return torch.is_grad_enabled() or in_forward_mode() or bool(torch._C._are_functorch_transforms_active())
+    return torch.is_grad_enabled() or in_forward_mode() or under_torch_func()
+
+
+def under_torch_func() -> bool:
+    """Whether a transform of ``torch.func`` runs."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 class _Linear(torch.autograd.Function):
@@ -121,6 +126,16 @@ def linked(grad: Tensor, tie: Tensor, of_tie: Tensor | None) -> Tensor:
     Function, as of `_Linear`, which it saved. of_tie: the derivative of the tie.
     """
     return apply_pair(grad, _seen, _seen, both(tie, of_tie))
+
+
+def end_of(x: Tensor) -> Tensor:
+    """A tie that leads where ``x`` leads."""
+    return x[..., :0].reshape(-1)
+
+
+def led(x: Tensor, to: Tensor) -> Tensor:
+    """``x``, of which a derivative leads where ``to`` leads, also where that of a linear loss does not depend on it."""
+    return apply_pair(x, _seen, _seen, end_of(to)) if to.requires_grad else x
 
 
 def _seen(x: Tensor) -> Tensor:

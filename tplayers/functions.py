@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .adjoint_pair import linked
+from .adjoint_pair import followed, linked
 
 
 def lowered(x: Tensor, *more: Tensor | None) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[...,
 
         @functools.wraps(backward)
         def any_order(ctx: Any, *grads: Tensor) -> Any:
-            form = None if not torch.is_grad_enabled() or torch.compiler.is_compiling() else plain_of(ctx)
+            form = None if not followed() or torch.compiler.is_compiling() else plain_of(ctx)
             if form is None:
                 return once(ctx, *grads)
             plain, inputs, *tie = form
@@ -169,7 +169,7 @@ def one_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not followed() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         unpacked = _Unpacked(ctx)
         with torch.no_grad():

@@ -30,7 +30,7 @@ from torch import Tensor
 from commengine import Communicator, Stream, Work
 from commengine.compiled_ops import all_gathered, all_reduced, reduce_scattered
 
-from .adjoint_pair import apply_pair
+from .adjoint_pair import apply_pair, in_forward_mode, under_torch_func
 
 
 def copy_to_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
@@ -59,7 +59,7 @@ def reduce_own_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Ten
 
     Autograd knows of the change: if another operation has saved ``x`` for its backward, that backward raises an error.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_forward_mode() or under_torch_func():
         return reduce_from_tensor_parallel_region(x, comm)
     if communicates(comm) and not (x.requires_grad and torch.is_grad_enabled()):
         all_reduced(x, comm)

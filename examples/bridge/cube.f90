@@ -8,7 +8,7 @@ subroutine answer_cubes(mine, other, rank, ranks) bind(c)
   type(bridge) :: b
   type(bridge_field) :: field
   real(c_double), allocatable :: a(:, :, :), kept(:, :, :)
-  integer(c_long_long) :: number
+  integer(c_long_long) :: number, kept_number
   integer :: what, first, last, x
   logical :: keep
   first = 1 + rank * 7 / ranks
@@ -21,7 +21,9 @@ subroutine answer_cubes(mine, other, rank, ranks) bind(c)
     if (what == bridge_end) exit
     if (what == bridge_forgotten) cycle ! it keeps the last call only
     call bridge_take(b, what, a)
+    if (what == bridge_gradient .and. number /= kept_number) error stop "cube.f90 keeps the last call only"
     if (what == bridge_call) kept = a
+    if (what == bridge_call) kept_number = number
     do x = 1, 5
       if (what == bridge_call) a(x, :, :) = x * a(x, :, :)**3
       if (what == bridge_gradient) a(x, :, :) = 3 * x * kept(x, :, :)**2 * a(x, :, :)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tplayers
@@ -588,6 +589,50 @@ def test_under_torch_func(group, name):
         found = torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1]
         torch.testing.assert_close(found, product)
     torch.testing.assert_close(torch.func.vjp(torch.func.grad(loss), x)[1](v)[0], product)
+
+
+@pytest.mark.parametrize("name", ["RowParallelLinear", "MLP"])
+def test_forward_mode_of_frozen_weights(group, name):
+    """A sum in place would leave the tangents out."""
+    case = CASES[name](group.comm)
+    group.fill(case.module)
+    case.module.requires_grad_(False)
+    (x,) = case.inputs
+    way = draw(*x.shape, seed=50 + group.rank * case.parts)
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(case.value(forward_ad.make_dual(x, way))).tangent
+    with torch.no_grad():
+        plus, minus = (case.value(x + sign * STEP * way) for sign in (1, -1))
+    torch.testing.assert_close(found, (plus - minus) / (2 * STEP), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in OWN_LOSSES if "twice" not in name])
+def test_the_tangent_of_a_gradient_is_right_or_an_error(group, name):
+    """A backward without ``create_graph`` may have a gradient with a tangent."""
+    case = CASES[name](group.comm)
+    group.fill(case.module)
+    twice = Twice(case, group)
+    if len(case.inputs) != 1:
+        pytest.skip("no input")
+    y = case.value(*case.inputs)
+    y = y[0] if isinstance(y, tuple | list) else y
+    given, way = (draw(*y.shape, seed=50 + place + 9 * group.rank * case.together) for place in (0, 1))
+    expected = torch.autograd.grad(y, twice.leaves, way, retain_graph=True, allow_unused=True)
+    with forward_ad.dual_level():
+        problem, found = "", ()
+        try:
+            dual = forward_ad.make_dual(given, way)
+            found = torch.autograd.grad(y, twice.leaves, dual, retain_graph=True, allow_unused=True)
+        except (RuntimeError, NotImplementedError) as error:
+            problem = str(error)
+        # The second one: the cross-entropy has written into the logits, which its caller gave away.
+        assert found or "implement the jvp function" in problem or "modified by an inplace operation" in problem, (
+            problem
+        )
+        for one, tangent in zip(found, expected, strict=bool(found)):
+            if one is not None:
+                mine = forward_ad.unpack_dual(one).tangent
+                torch.testing.assert_close(torch.zeros_like(tangent) if mine is None else mine, tangent)
 
 
 @pytest.mark.mpi(min_size=2)

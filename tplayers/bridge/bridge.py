@@ -133,7 +133,9 @@ class Bridge(OwnsCommunicators):
         self._tell(_ASK, what, number, keep)
         gives, takes = (_GIVEN, _TAKEN) if what == _CALL else (_TAKEN, _GIVEN)
         self._send(gives, given)
-        self._hear(_ANSWER)
+        if self._hear(_ANSWER)[0] != what:
+            asked = "gradient" if what == _GRADIENT else "call"
+            raise CollectiveError(f"Bridge: the other program was asked for a {asked}, and answered something else")
         return self._receive(takes)
 
     # This program answers ----------------------------------------------------------------------------------------
@@ -241,19 +243,27 @@ class Bridge(OwnsCommunicators):
             if message is not piece:
                 message.copy_(piece)
             started.append(self._other.Isend(message.numpy(), part.peer, _DATA))
-        load_mpi().Request.Waitall(started)
+        self._complete(started)
 
     def _receive(self, which: int) -> Tensor:
         field = self.takes if which == _TAKEN else self.gives
-        # NumPy asks the system for huge pages, and torch does not: writing 64 MB of new memory takes a third of the time.
+        # NumPy asks for huge pages, and torch does not: new memory of 64 MB is written in a third of the time.
         out = torch.from_numpy(np.empty(field.local_shape(self.comm.rank), f"f{field.dtype.itemsize}"))
         pieces = [(part.peer, out[part.at]) for part in self._parts[which]]
         messages = [(peer, piece, self._message(piece, peer)) for peer, piece in pieces]
-        load_mpi().Request.Waitall([self._other.Irecv(message.numpy(), peer, _DATA) for peer, _, message in messages])
+        self._complete([self._other.Irecv(message.numpy(), peer, _DATA) for peer, _, message in messages])
         for _, piece, message in messages:
             if message is not piece:
                 piece.copy_(message)
         return out
+
+    def _complete(self, started: list[MPI.Request]) -> None:
+        """Wait for messages. A poll, which can time out, moves large ones more slowly: it is for those who ask for it."""
+        if self.timeout is None:
+            load_mpi().Request.Waitall(started)
+        else:
+            self._since = time.monotonic()
+            self._waiting.wait(lambda: load_mpi().Request.Testall(started))
 
     def _message(self, piece: Tensor, peer: int) -> Tensor:
         """``piece`` itself if it is contiguous, otherwise memory for it: new memory would cost as much as its copy."""

@@ -12,7 +12,7 @@ typedef struct { MPI_Comm mine, other; int rank, peers, ended; MPI_Datatype *par
 static inline void bridge_fail(const bridge *b, const char *why) { /* ends both programs */
   fprintf(stderr, "bridge: rank %d of its program: %s\n", b->rank, why), fflush(stderr);
   for (double end = MPI_Wtime() + 0.5; MPI_Wtime() < end;) continue; /* launchers lose lines that come just before */
-  MPI_Abort(MPI_COMM_WORLD, 1);
+  MPI_Abort(MPI_COMM_WORLD, 1), exit(1);
 }
 static inline void bridge_describe(const bridge_field *f, long long *words) {
   int bytes;
@@ -86,8 +86,8 @@ static inline void bridge_answer(bridge *b, int what, void *block) {
 static inline long long bridge_ask(bridge *b, int what, long long number, int keep, void *give, void *take) {
   bridge_tell(b, BRIDGE_ASK, what, what == BRIDGE_CALL ? (number = ++b->number) : number, keep);
   bridge_move(b, what == BRIDGE_GRADIENT, 1, give);
-  bridge_hear(b, BRIDGE_ANSWER, &number, &keep), bridge_move(b, what == BRIDGE_CALL, 0, take);
-  return b->number;
+  if (bridge_hear(b, BRIDGE_ANSWER, &number, &keep) != what) bridge_fail(b, "the answer is not to what was asked");
+  return bridge_move(b, what == BRIDGE_CALL, 0, take), b->number;
 }
 static inline void bridge_forget(bridge *b, long long number) { bridge_tell(b, BRIDGE_ASK, BRIDGE_FORGET, number, 0); }
 /* Collective over both programs. ends: whether this program asks, and so tells the other one that it ends. */

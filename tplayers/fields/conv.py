@@ -15,7 +15,7 @@ from tplayers.adjoint_pair import apply_or
 from tplayers.placement import Normal, Placement, add_parameter
 
 from .geometry import Sliding, Transposed
-from .halo_convolution import ConvolveApart, HaloConvolution, convolve_together
+from .halo_convolution import ConvolveApart, HaloConvolution
 from .layer import FieldLayer, narrowed, natural, per_axis
 
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -106,14 +106,15 @@ class FieldConv(_Convolution):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        weight, bias = self.summed_parameters()
-
-        def together() -> tuple[Tensor]:
-            return (convolve_together(x, weight, bias, self._halo),)
-
         if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
-            return together()[0]
-        return apply_or(together, ConvolveApart, x, weight, bias, self._halo, self.overlap_stream)[0]  # type: ignore[no-any-return]
+            return self._together(x)
+        apart = (ConvolveApart, x, *self.summed_parameters(x), self._halo, self.overlap_stream)
+        return apply_or(lambda: (self._together(x),), *apart)[0]  # type: ignore[no-any-return]
+
+    def _together(self, x: Tensor) -> Tensor:
+        """By one convolution of the block with its halo, which differentiates any number of times."""
+        local = self.local(x)
+        return self._halo.convolved(local, *self.summed_parameters(local))
 
 
 class FieldConvTranspose(_Convolution):
@@ -158,8 +159,7 @@ class FieldConvTranspose(_Convolution):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        weight, bias = self.summed_parameters()
-        y = _CONV_TRANSPOSE[self.axes](
-            self.local(x), weight, bias, self.stride, 0, self._missing, self.groups, self.dilation
-        )
+        local = self.local(x)
+        weight, bias = self.summed_parameters(local)
+        y = _CONV_TRANSPOSE[self.axes](local, weight, bias, self.stride, 0, self._missing, self.groups, self.dilation)
         return narrowed(y, self._wanted)

@@ -68,6 +68,11 @@ class HaloConvolution:
             if any(_overlap(read[1:], piece.target[1:]) for piece in self.pieces):
                 self.slabs.append((_slices(box, starts), read))
 
+    def convolved(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs, by one convolution of the block with its halo. It differentiates any number of times."""
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        return convolve(local, weight, bias, self.stride, self.native, self.dilation, self.groups)
+
     def empty_halo(self, x: Tensor) -> Tensor:
         """A tensor for all that the rank reads: zeros where slabs and pieces are, and any values elsewhere."""
         halo = new_block(x, self.plan.target_shape)
@@ -76,29 +81,18 @@ class HaloConvolution:
         return halo
 
 
-def convolve_together(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: HaloConvolution) -> Tensor:
-    """This rank's outputs, by one convolution of the block with its halo. Collective.
-
-    It differentiates any number of times, and autocasts.
-    """
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.stride) - 1]
-    return convolve(
-        geometry.local(x), weight, bias, geometry.stride, geometry.native, geometry.dilation, geometry.groups
-    )
-
-
 def _plain_convolution(ctx: Any) -> PlainForm:
     x, weight, *_, tie = ctx.saved_tensors
     bias = weight.new_zeros(len(weight)) if ctx.biased else None  # no gradient depends on its values
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
-        return (convolve_together(x, weight, bias, ctx.geometry),)
+        return (ctx.geometry.convolved(ctx.geometry.local(x), weight, bias),)
 
     return plain, [x, weight, bias, None, None], tie
 
 
 class ConvolveApart(torch.autograd.Function):
-    """`convolve_together` in two convolutions; on ``stream`` the halo travels while the block is convolved."""
+    """`HaloConvolution.convolved` in two convolutions; on ``stream`` the halo travels while the block is convolved."""
 
     @staticmethod
     def forward(

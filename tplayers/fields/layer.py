@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.adjoint_pair import apply_or, apply_pair, both
+from tplayers.adjoint_pair import apply_or, apply_pair, both, end_of, followed
 from tplayers.functions import in_forward_dtypes, outside_graphs
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
@@ -122,10 +122,10 @@ class FieldLayer(nn.Module):
         self.local = LocalInput(self, rules, modes, output, fill)
         self.output = self.local.output
 
-    def summed_parameters(self) -> tuple[Any, Any]:
+    def summed_parameters(self, after: Tensor) -> tuple[Any, Any]:
         """Weight and bias, with gradients that are summed over the grid (`replicated`); None for one that is not."""
         present = [one for one in (self._parameters[name] for name in ("weight", "bias")) if one is not None]
-        weight, bias, *_ = (*replicated(self.grid.comm, *present), None, None)
+        weight, bias, *_ = (*replicated(self.grid.comm, *present, after=after), None, None)
         return weight, bias
 
     def extra_repr(self) -> str:
@@ -218,19 +218,30 @@ def narrowed(y: Tensor, spans: Sequence[Span]) -> Tensor:
     return y
 
 
-def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+def replicated(comm: Communicator, *parameters: Tensor, after: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return ``parameters``, whose gradients are summed over ``comm`` in the backward: one all-reduce for all of them.
 
-    parameters: of one dtype, and equal on all ranks. Every rank must run the backward. All ranks get the same bits.
+    parameters: of one dtype, and equal on all ranks. after: the tensor with which they are combined. A further
+    derivative of their gradients leads there on every rank: that of a bias does not depend on it if the loss is linear.
+    Every rank must run the backward. All ranks get the same bits.
     """
     if comm.size == 1 or not parameters:
         return parameters
-    total = functools.partial(_total, comm)
+    total, tie = functools.partial(_total, comm), None
+    if after is not None and after.requires_grad and any(parameter.requires_grad for parameter in parameters):
+        tie = end_of(after)
 
-    def one_by_one() -> tuple[Tensor, ...]:
-        return tuple(apply_pair(parameter, torch.clone, total, again=total) for parameter in parameters)
+    def plain() -> tuple[Tensor, ...]:
+        return _side_by_side(lambda flat: apply_pair(flat, torch.clone, total, tie, again=total), parameters)[0]
 
-    return apply_or(one_by_one, _Replicated, comm, *parameters)[: len(parameters)]  # type: ignore[no-any-return]
+    return apply_or(plain, _Replicated, comm, tie, *parameters)[: len(parameters)]  # type: ignore[no-any-return]
+
+
+def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """``function`` of all ``tensors`` as one vector, and where it ends: a derivative by any of them runs it for all."""
+    found = function(torch.cat([one.reshape(-1) for one in tensors]))
+    parts = torch.split(found, [one.numel() for one in tensors])
+    return tuple(part.view(one.shape) for part, one in zip(parts, tensors, strict=True)), end_of(found)
 
 
 def _total(comm: Communicator, x: Tensor) -> Tensor:
@@ -247,7 +258,7 @@ def summed_over_ranks(comm: Communicator, x: Tensor, tie: Tensor | None = None) 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, comm: Communicator, after: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.comm, tie = comm, parameters[0].new_empty(0)
         ctx.save_for_backward(tie)
         return *(parameter.view_as(parameter) for parameter in parameters), tie
@@ -255,9 +266,11 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            tie = both(*ctx.saved_tensors, grads[-1])
-            return None, *(summed_over_ranks(ctx.comm, grad, tie) for grad in grads[:-1])
-        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=False) if wanted]
+        if followed() and not torch.compiler.is_compiling():
+            (tie,) = ctx.saved_tensors
+            total = functools.partial(summed_over_ranks, ctx.comm, tie=both(tie, grads[-1]))
+            found, end = _side_by_side(total, grads[:-1])
+            return None, end if ctx.needs_input_grad[1] else None, *found
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[2:], strict=False) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
-        return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])
+        return None, None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[2:])

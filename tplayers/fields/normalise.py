@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commengine import Communicator
 from commengine.dtypes import wide
-from tplayers.adjoint_pair import linked
+from tplayers.adjoint_pair import followed, linked
 from tplayers.functions import PlainForm, differentiable, in_forward_dtypes
 from tplayers.movement.operators import all_reduce
 
@@ -165,10 +165,11 @@ class Normalise(torch.autograd.Function):
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, mean, scale, tie = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            y = _again(x, (2,), ctx).to(x.dtype)
-            grad = linked(grads[0], tie, grads[1])
-            return *torch.autograd.grad(y, x, grad, create_graph=True), None, None, None, None
+        if followed():
+            with torch.enable_grad():
+                y = _again(x, (2,), ctx).to(x.dtype)
+            found = torch.autograd.grad(y, x, linked(grads[0], tie, grads[1]), create_graph=torch.is_grad_enabled())
+            return *found, None, None, None, None
         normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:

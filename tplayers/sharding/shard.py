@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten
 
 from commengine import CartesianGrid, Decomposition
@@ -168,7 +169,7 @@ def _tensors(module: nn.Module) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _no_functions() -> Iterator[None]:
-    """Within the block an autograd Function refuses what is traced: its backward would be lost, without an error."""
+    """Within the block autograd Functions and recomputation refuse what is traced: a trace would lose them."""
     before = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,11 +178,20 @@ def _no_functions() -> Iterator[None]:
                 raise one.tracer.refused(f"the autograd Function {cls.__name__}", "a trace does not see its backward")
         return before.__func__(cls, *args, **kwargs)
 
+    def recomputed(function: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in args:
+            if isinstance(one, Traced):
+                raise one.tracer.refused("torch.utils.checkpoint", "a trace does not see where it begins and ends")
+        return generator(function, *args, **kwargs)
+
+    generator = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = recomputed  # type: ignore[assignment]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = generator
 
 
 def _traced(tracer: FieldTracer, module: nn.Module) -> tuple[FieldTracer, fx.Graph, str]:

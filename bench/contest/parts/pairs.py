@@ -17,7 +17,6 @@ from bench.timing.slow_link import slow_down
 from commengine import CartesianGrid, Communicator, trace
 from commengine.host.switch_points import NEVER, SwitchPoints
 from tplayers import FieldConv, initialize
-from tplayers.fields.halo_convolution import convolve_together
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.training.trainer import Trainer
 
@@ -100,7 +99,7 @@ class Together(FieldConv):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
-        return convolve_together(x, *self.summed_parameters(), self._halo)
+        return self._together(x)
 
 
 def _field_step(grid: CartesianGrid, *, overlap: bool) -> Step:

@@ -1,5 +1,6 @@
 """Second and third derivatives of layers of fields where the loss of one rank is linear in the result."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -56,27 +57,39 @@ LAYERS: dict[str, Pair] = {
         tplayers.FieldGroupNorm(2, 4, grid, field, affine=False), Formula(2, (2,), None)
     ),
     "a field": lambda grid, field: (tplayers.FieldLayerNorm(4, grid, field, dtype=F64), Formula(1, (2,), (4, *POINTS))),
+    "three in a row": lambda grid, field: (
+        nn.Sequential(
+            tplayers.FieldConv(4, 4, 3, grid, field, padding=1, dtype=F64),
+            tplayers.FieldGroupNorm(2, 4, grid, field, dtype=F64),
+            tplayers.FieldConv(4, 4, 1, grid, field, dtype=F64),
+        ),
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, dtype=F64), Formula(2, (2,), EACH), nn.Conv2d(4, 4, 1, dtype=F64)),
+    ),
     "pooling": lambda grid, field: (tplayers.FieldAvgPool(3, grid, field, stride=1), nn.AvgPool2d(3, 1)),
 }  # fmt: skip
 
 
 def derivative(
-    layer: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor], leaves: Sequence[Tensor], ranks: int, order: int
+    layer: nn.Module, loss: Callable[[Tensor], Tensor], leaves: Sequence[Sequence[Tensor]], ranks: int
 ) -> Sequence[Tensor]:
-    """Of the loss, and then of the sum of sines of the derivative before. All ranks share what parameters have."""
-    found = torch.autograd.grad(loss(layer(x)).sum(), leaves, create_graph=True)
-    for _ in range(order - 1):
-        total = sum(g.sin().sum() / (1 if leaf is x else ranks) for g, leaf in zip(found, leaves, strict=True))
+    """Of the loss, and then of the sum of sines of the derivative before, each by its leaves. The first leaf is x.
+
+    All ranks share what parameters have.
+    """
+    x = leaves[0][0]
+    found = torch.autograd.grad(loss(layer(x)).sum(), leaves[1], create_graph=True)
+    for before, by in itertools.pairwise(leaves[1:]):
+        total = sum(g.sin().sum() / (1 if leaf is x else ranks) for g, leaf in zip(found, before, strict=True))
         if not total.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        found = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+            return [torch.zeros_like(leaf) for leaf in by]
+        found = torch.autograd.grad(total, by, create_graph=True, allow_unused=True, materialize_grads=True)
     return found
 
 
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("name", LAYERS)
 def test_derivatives_are_torchs(mpi_world, name, order):
-    """By all leaves together, and by each of them alone: the graph of a linear loss of one leaf is the smallest."""
+    """By all leaves and by single ones, first and last: the graph of a linear loss of one leaf is the smallest."""
     with Communicator(mpi_world, device="cpu", timeout=60) as comm:
         grid = CartesianGrid(comm, (comm.size, 1))
         field = Decomposition(((9,) if comm.size == 1 else (4, 5), (5,)))
@@ -87,13 +100,13 @@ def test_derivatives_are_torchs(mpi_world, name, order):
             ):
                 other.copy_(draw(*other.shape, seed=10 + seed))
                 one.copy_(other.view_as(one))
-        whole = draw(2, 4, *POINTS)
+        whole, output = draw(2, 4, *POINTS), (ours[-1] if isinstance(ours, nn.Sequential) else ours).output
         weights = draw(*theirs(whole).shape, seed=3)
-        mine = cut(weights, ours.output, grid)
+        mine = cut(weights, output, grid)
         number = len(list(theirs.parameters()))
         for linear in range(comm.size):
             straight = torch.zeros(weights.shape, dtype=torch.bool)
-            straight[(..., *ours.output.slices(mpi_world.bcast(grid.coords, root=linear)))] = True
+            straight[(..., *output.slices(mpi_world.bcast(grid.coords, root=linear)))] = True
 
             def of_whole(y: Tensor, straight: Tensor = straight) -> Tensor:
                 return torch.where(straight, y, y.sin()) * weights
@@ -101,15 +114,15 @@ def test_derivatives_are_torchs(mpi_world, name, order):
             def of_part(y: Tensor, linear: int = linear) -> Tensor:
                 return (y if linear == comm.rank else y.sin()) * mine
 
-            for wanted in (range(number + 1), *([n] for n in range(number + 1))):
+            everything, single = range(number + 1), [[n] for n in range(number + 1)]
+            for first, last in [*itertools.product([everything, *single], [everything, *single])]:
                 results = []
                 for layer, x, loss, ranks in (
-                    (theirs, whole.clone(), of_whole, 1), (ours, cut(whole, ours.input, grid), of_part, comm.size)
+                    (theirs, whole.clone(), of_whole, 1), (ours, cut(whole, field, grid), of_part, comm.size)
                 ):  # fmt: skip
-                    tensors = [x, *layer.parameters()]
-                    leaves = [one.requires_grad_(n in wanted) for n, one in enumerate(tensors)]
-                    leaves = [one for one in leaves if one.requires_grad]
-                    results.append(derivative(layer, x, loss, leaves, ranks, order))
-                for n, expected, found in zip(wanted, *results, strict=True):
-                    found = joined(found, ours.input, grid) if n == 0 else found.detach().view_as(expected)
-                    close(found, expected, f"by leaf {n} of {list(wanted)}, linear on {linear}", tolerance=1e-11)
+                    tensors = [x.requires_grad_(), *layer.parameters()]
+                    leaves = [[tensors[n] for n in several] for several in (everything, first, *[last] * (order - 1))]
+                    results.append(derivative(layer, loss, leaves, ranks))
+                for n, expected, found in zip(last, *results, strict=True):
+                    found = joined(found, field, grid) if n == 0 else found.detach().view_as(expected)
+                    close(found, expected, f"first by {first}, last by {n}, linear on {linear}", tolerance=1e-11)

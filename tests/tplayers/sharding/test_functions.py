@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from commengine import Communicator
 from tests.support.fields.comparison import draw
@@ -281,6 +282,8 @@ REFUSED = {
     "in place, perhaps of a copy": (contiguous_in_place, "method mul_.*in place"),
     "in place, of a parameter": (lambda m, x: x + m.channel.mul_(2).sum(), "method mul_.*in place"),
     "autograd Function": (lambda m, x: Straight.apply(x), "autograd Function Straight"),
+    "recomputation": (lambda m, x: checkpoint(m.conv, x, use_reentrant=False), "torch.utils.checkpoint"),
+    "recomputation as a Function": (lambda m, x: checkpoint(m.conv, x, use_reentrant=True), "CheckpointFunction"),
     "mode": (by_mode, "other things in training"),
     "kept": (kept_as_attribute, "Of '': its forward keeps a tensor"),
     "kept in a list": (kept_in_a_list, "keeps a tensor"),
