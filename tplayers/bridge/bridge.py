@@ -258,7 +258,7 @@ class Bridge(OwnsCommunicators):
         return out
 
     def _complete(self, started: list[MPI.Request]) -> None:
-        """Wait for messages. A poll, which can time out, moves large ones more slowly: it is for those who ask for it."""
+        """Wait for messages. A poll, which can time out, moves large ones more slowly."""
         if self.timeout is None:
             load_mpi().Request.Waitall(started)
         else:
