@@ -13,6 +13,7 @@ subroutine answer_cubes(mine, other, rank, ranks) bind(c)
   logical :: keep
   first = 1 + rank * 7 / ranks
   last = (rank + 1) * 7 / ranks
+  kept_number = 0
   allocate (a(5, first:last, 2), kept(5, first:last, 2))
   field = bridge_block([5, 7], [1, first], [5, last], channels=2, bytes=8)
   b = bridge_open(mine, other, gives=field, takes=field)
