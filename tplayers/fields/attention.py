@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.adjoint_pair import apply_or, followed, led
+from tplayers.adjoint_pair import apply_or, led
 from tplayers.context.blocks import BlockMask, attend, attend_backward
 from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.operators import all_gather
@@ -134,8 +134,7 @@ class FieldAttention(FieldLayer):
         q, k, v = (one.view(*one.shape[:3], self.heads, width).transpose(2, 3) for one in (q, *kv.chunk(2, -1)))
         found = attention(q, k, v, self._bias(summed.get("relative_position_bias_table"), q))
         found, bias = found.transpose(2, 3).flatten(3), summed.get("out_proj.bias")
-        bias = bias if bias is None or not followed() else led(bias, found)
-        found = F.linear(found, summed["out_proj.weight"], bias)
+        found = F.linear(found, summed["out_proj.weight"], bias if bias is None else led(bias, found))
         y = self._field(found, field.shape)
         y = transfer(y, self._windows.back, self.grid.comm) if travels else y
         return y.contiguous(memory_format=memory_format(x))
