@@ -8,6 +8,7 @@
 #   --cupy NAME==V    its CuPy (default: cupy-cuda13x==14.2.0)
 #   --nccl VERSION    the NCCL to carry (default: 2.30.7)
 #   --jobs 'JOB...'   the dry runs (default: 'live right fast')
+#   --only STAGES     the stages of the dry runs, as for bench/gpu.sh (default: all)
 #
 # FOLDER gets environment/ (a Python with the packages that a GPU machine has, torch for CUDA and CuPy: 6 GB), carry/
 # and out/. What is there already is kept, so a call goes on where the last one stopped. The steps: CuPy and torch load
@@ -16,10 +17,10 @@
 set -u
 usage() { sed -n '2,/^set -u/{/^# \{0,1\}/s///p;}' "$0" >&2; echo "bench/gpu-rehearsal.sh: error: $1" >&2; exit 2; }
 
-folder='' python='' torch=2.11.0 cupy=cupy-cuda13x==14.2.0 nccl=2.30.7 jobs='live right fast'
+folder='' python='' torch=2.11.0 cupy=cupy-cuda13x==14.2.0 nccl=2.30.7 jobs='live right fast' only=''
 while [ $# -gt 0 ]; do
     case $1 in
-    --python | --torch | --cupy | --nccl | --jobs)
+    --python | --torch | --cupy | --nccl | --jobs | --only)
         [ $# -gt 1 ] || usage "$1 needs a value"
         case $1 in
         --python) python=$2 ;;
@@ -27,6 +28,7 @@ while [ $# -gt 0 ]; do
         --cupy) cupy=$2 ;;
         --nccl) nccl=$2 ;;
         --jobs) jobs=$2 ;;
+        --only) only=$2 ;;
         esac
         shift ;;
     -*) usage "$1: there is no such option" ;;
@@ -87,6 +89,7 @@ mkdir "$out" "$out/no-gpu"
 export PYTHON="$there" PYTHONPATH="$PWD"
 step one_nccl one_nccl
 for job in $jobs; do step "first_line_of_$job" first_line "$job"; done
-for job in $jobs; do step "dry_run_of_$job" bench/gpu.sh --dry-run --carry "$folder/carry" "$job" "$out/$job"; done
+for job in $jobs; do step "dry_run_of_$job" bench/gpu.sh --dry-run ${only:+--only "$only"} --carry "$folder/carry" \
+    "$job" "$out/$job"; done
 echo "rehearsal: $([ $status = 0 ] && echo "all ended as they must" || echo "NOT all ended as they must"), Python $version"
 exit $status
