@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ def apply_pair(
     It may be differentiated any number of times, in forward mode, and under ``torch.func``. tie: an empty tensor, see
     `_Linear`. again: the backward of ``back``, where that is not ``forward``.
     """
+    if not followed():
+        return forward(_stored(x))
     return _tied(x, tie, (forward, back, again or forward))[0]
 
 
@@ -71,6 +74,43 @@ def under_torch_func() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+#: empty tensors of the host: a new one costs several times what a detached one costs
+_EMPTY = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+
+
+def with_tie(ctx: Any, *outputs: Tensor, saved: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
+    """What the forward of a Function with a tie (`_Linear`) returns: ``outputs`` and the tie.
+
+    It saves ``saved`` and, as the last one, the tie. The backward must have `zeros_for_none`.
+    """
+    like = outputs[0]
+    empty = _EMPTY.get(like.dtype) if like.is_cpu else None
+    tie = like.new_empty(0) if empty is None else empty.detach()
+    ctx.set_materialize_grads(False)  # torch would make zeros for the tie in each backward
+    _keep(ctx, outputs, *saved, tie)
+    return *outputs, tie
+
+
+def _keep(ctx: Any, outputs: Sequence[Tensor], *saved: Tensor | None) -> None:
+    ctx.likes = [(out.shape, out.dtype, out.device) for out in outputs]
+    ctx.save_for_backward(*saved)
+    if in_forward_mode():
+        ctx.save_for_forward(*saved)
+
+
+def zeros_for_none(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of a Function with a tie: an output without a gradient has zeros; its tie may have None."""
+
+    @functools.wraps(backward)
+    def filled(ctx: Any, *grads: Tensor | None) -> Any:
+        for place, (shape, dtype, device) in enumerate(ctx.likes):
+            if grads[place] is None:
+                grads = *grads[:place], torch.zeros(shape, dtype=dtype, device=device), *grads[place + 1 :]
+        return backward(ctx, *grads)
+
+    return filled
+
+
 class _Linear(torch.autograd.Function):
     """Applies one operator of a pair; the backward applies the other one, in a way that differentiates again.
 
@@ -82,22 +122,17 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tie: Tensor | None, *operators: Operator) -> tuple[Tensor, Tensor]:
-        ctx.operators, own_tie, out = operators, x.new_empty(0), operators[0](_stored(x))
-        ctx.set_materialize_grads(False)  # zeros for the tie would be made in each backward
-        ctx.save_for_backward(own_tie)
-        ctx.save_for_forward(own_tie)
-        ctx.shapes = x.shape, out.shape
-        return out, own_tie
+    def forward(ctx: Any, x: Tensor, tie: Tensor | None, *operators: Operator) -> tuple[Tensor, ...]:
+        ctx.operators, ctx.shape = operators, x.shape
+        return with_tie(ctx, operators[0](_stored(x)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @zeros_for_none
+    def backward(ctx: Any, grad: Tensor, of_tie: Tensor | None) -> tuple[Tensor | None, ...]:
         _, back, again = ctx.operators
-        (grad, of_tie), (tie,) = grads, ctx.saved_tensors
-        if grad is None:
-            grad = tie.new_zeros(ctx.shapes[1])
         if not followed():
             return back(_stored(grad)), None, None, None, None
+        (tie,) = ctx.saved_tensors
         out, out_tie = _tied(grad, both(tie, of_tie), (back, again, back))
         return out, out_tie if ctx.needs_input_grad[1] else None, None, None, None
 
@@ -105,7 +140,7 @@ class _Linear(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
         (tangent, of_tie, *_), (tie,) = tangents, ctx.saved_tensors
         if tangent is None:
-            tangent = tie.new_zeros(ctx.shapes[0])
+            tangent = tie.new_zeros(ctx.shape)
         return _tied(tangent, both(tie, of_tie), ctx.operators)
 
 
@@ -151,9 +186,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.operators, ctx.shapes = inputs[2:], (inputs[0].shape, output[0].shape)
-        ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
+        ctx.operators, ctx.shape = inputs[2:], inputs[0].shape
+        _keep(ctx, output[:1], output[1])
 
     backward, jvp = _Linear.backward, _Linear.jvp
 

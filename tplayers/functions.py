@@ -108,14 +108,17 @@ def differentiable(plain_of: Callable[[Any], PlainForm | None]) -> Callable[...,
         once = one_derivative(backward)
 
         @functools.wraps(backward)
-        def any_order(ctx: Any, *grads: Tensor) -> Any:
-            form = None if not followed() or torch.compiler.is_compiling() else plain_of(ctx)
+        def any_order(ctx: Any, *grads: Any) -> Any:
+            if not followed() or torch.compiler.is_compiling():
+                return backward(ctx, *grads)
+            form = plain_of(ctx)
             if form is None:
                 return once(ctx, *grads)
             plain, inputs, *tie = form
             there = [one for one in inputs if one is not None]
             if tie:
-                grads = linked(grads[0], tie[0], grads[-1]), *grads[1:]
+                more = (one for one in grads[1:-1] if one is not None)  # outputs that are not differentiable have None
+                grads = linked(grads[0], tie[0], grads[-1]), *more
             found = iter(_Plain.apply(_gradients(plain, len(there)), *there, *grads))  # type: ignore[no-untyped-call]
             several = tuple(None if one is None else next(found) for one in inputs)
             return tuple(one if wanted else None for one, wanted in zip(several, ctx.needs_input_grad, strict=False))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from commengine import Communicator, Stream
 from commengine.compiled_ops import all_gathered
 
+from .adjoint_pair import with_tie, zeros_for_none
 from .functions import PlainForm, differentiable, lowered
 from .placement import Constant, Normal, PaddedFeatures, Placement, add_parameter, require_divisible
 from .regions import (
@@ -285,13 +286,13 @@ class _ColumnParallelLinears(torch.autograd.Function):
         *layers: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = layers[::2], layers[1::2]
-        tie = x.new_empty(0)
-        ctx.save_for_backward(x, *weights, tie)
         ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
         ctx.with_bias = [bias is not None for bias in biases]
-        return *products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases), tie
+        outputs = products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases)
+        return with_tie(ctx, *outputs, saved=(x, *weights))
 
     @staticmethod
+    @zeros_for_none
     @differentiable(_plain_columns)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights, _ = ctx.saved_tensors

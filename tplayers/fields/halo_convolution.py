@@ -24,12 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import CartesianGrid, Decomposition, Stream
+from tplayers.adjoint_pair import with_tie, zeros_for_none
 from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
 from .geometry import Sliding, Span
 from .layer import LocalInput
+
+#: values that one call sets to zero in less time than several calls set a part of them
+_ZEROED_AT_ONCE = 1 << 14
 
 
 class HaloConvolution:
@@ -76,6 +80,8 @@ class HaloConvolution:
     def empty_halo(self, x: Tensor) -> Tensor:
         """A tensor for all that the rank reads: zeros where slabs and pieces are, and any values elsewhere."""
         halo = new_block(x, self.plan.target_shape)
+        if halo.numel() <= _ZEROED_AT_ONCE:
+            return halo.zero_()
         for place in (*(read for _, read in self.slabs), *(piece.target for piece in self.pieces)):
             halo[place] = 0
         return halo
@@ -97,7 +103,7 @@ class ConvolveApart(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: HaloConvolution, stream: Stream | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         messages = Messages(lambda piece: x[piece.source], x, geometry.plan, False, geometry.comm, stream)
         stride, dilation, groups = geometry.stride, geometry.dilation, geometry.groups
         no = [0] * len(stride)
@@ -108,12 +114,11 @@ class ConvolveApart(torch.autograd.Function):
         reads = [halo[place].clone() for _, place in geometry.slabs]
         for (outputs, _), read in zip(geometry.slabs, reads, strict=True):
             y[outputs] += torch.convolution(read, weight, None, stride, geometry.native, dilation, False, no, groups)
-        tie = x.new_empty(0)
-        ctx.save_for_backward(x, weight, *reads, tie)
         ctx.geometry, ctx.stream, ctx.biased = geometry, stream, bias is not None
-        return y, tie
+        return with_tie(ctx, y, saved=(x, weight, *reads))
 
     @staticmethod
+    @zeros_for_none
     @differentiable(_plain_convolution)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         geometry, grad = ctx.geometry, grads[0]

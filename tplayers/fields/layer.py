@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Communicator, Decomposition
-from tplayers.adjoint_pair import apply_or, apply_pair, both, end_of, followed
+from tplayers.adjoint_pair import apply_or, apply_pair, end_of, followed
 from tplayers.functions import in_forward_dtypes, outside_graphs
 from tplayers.movement.plan import halo_plan
 from tplayers.movement.transfer import transfer
@@ -227,14 +227,15 @@ def replicated(comm: Communicator, *parameters: Tensor, after: Tensor | None = N
     """
     if comm.size == 1 or not parameters:
         return parameters
-    total, tie = functools.partial(_total, comm), None
-    if after is not None and after.requires_grad and any(parameter.requires_grad for parameter in parameters):
-        tie = end_of(after)
+    if not any(parameter.requires_grad for parameter in parameters):
+        after = None
+    plain = functools.partial(_plain_replicated, comm, after, parameters)
+    return apply_or(plain, _Replicated, comm, after, *parameters)  # type: ignore[no-any-return]
 
-    def plain() -> tuple[Tensor, ...]:
-        return _side_by_side(lambda flat: apply_pair(flat, torch.clone, total, tie, again=total), parameters)[0]
 
-    return apply_or(plain, _Replicated, comm, tie, *parameters)[: len(parameters)]  # type: ignore[no-any-return]
+def _plain_replicated(comm: Communicator, after: Tensor | None, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    total, tie = functools.partial(_total, comm), None if after is None else end_of(after)
+    return _side_by_side(lambda flat: apply_pair(flat, torch.clone, total, tie, again=total), parameters)[0]
 
 
 def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -259,18 +260,18 @@ def summed_over_ranks(comm: Communicator, x: Tensor, tie: Tensor | None = None) 
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, after: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, tie = comm, parameters[0].new_empty(0)
-        ctx.save_for_backward(tie)
-        return *(parameter.view_as(parameter) for parameter in parameters), tie
+        ctx.comm, ctx.shape = comm, None if after is None else after.shape
+        outputs = tuple(parameter.view_as(parameter) for parameter in parameters)
+        ctx.save_for_backward(outputs[0])  # its own output, of which a tie is made when one is needed
+        return outputs
 
     @staticmethod
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if followed() and not torch.compiler.is_compiling():
-            (tie,) = ctx.saved_tensors
-            total = functools.partial(summed_over_ranks, ctx.comm, tie=both(tie, grads[-1]))
-            found, end = _side_by_side(total, grads[:-1])
-            return None, end if ctx.needs_input_grad[1] else None, *found
-        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[2:], strict=False) if wanted]
+            total = functools.partial(summed_over_ranks, ctx.comm, tie=end_of(*ctx.saved_tensors))
+            found, end = _side_by_side(total, grads)
+            return None, end.sum().expand(ctx.shape) if ctx.needs_input_grad[1] else None, *found
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[2:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
         return None, None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[2:])

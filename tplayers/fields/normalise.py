@@ -8,6 +8,7 @@ many times slower on a host.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from commengine import Communicator
 from commengine.dtypes import wide
-from tplayers.adjoint_pair import followed, linked
+from tplayers.adjoint_pair import followed, linked, with_tie, zeros_for_none
 from tplayers.functions import PlainForm, differentiable, in_forward_dtypes
 from tplayers.movement.operators import all_reduce
 
@@ -47,7 +48,7 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
         var = squares / points + (mean - total).square() * factor
         comm.all_reduce(var)
         return total, var
-    share = torch.full((1,), mine / points, dtype=x.dtype, device=x.device)  # not from the host: that would wait
+    share = (_share if x.is_cpu else _share.__wrapped__)(mine / points, x.dtype, x.device)
     part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
     ranks = part.new_empty(comm.size, part.numel())
     comm.all_gather(ranks.view(-1), part)
@@ -55,6 +56,15 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     total = (means * shares).sum(0)
     var = squared.sum(0) / points + ((means - total).square() * shares).sum(0)
     return total.view_as(mean), var.view_as(mean)
+
+
+@functools.lru_cache(maxsize=64)
+def _share(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A rank's share of the points: the same in each call of a layer, and kept on the host.
+
+    On a device it is made anew, because a captured graph owns the memory of what was made in it.
+    """
+    return torch.full((1,), value, dtype=dtype, device=device)  # not a copy from the host: that would wait
 
 
 def _squared_deviations(x: Tensor, mean: Tensor, points: int) -> Tensor | None:
@@ -109,13 +119,13 @@ class BatchNormalise(torch.autograd.Function):
         mean, var = moments(wide(x), dims, comm, points)
         scale, shift = (None if p is None else wide(p) for p in (weight, bias))
         y = torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
-        tie = x.new_empty(0)
-        ctx.save_for_backward(x, weight, bias, mean, var, tie)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
         ctx.mark_non_differentiable(mean, var)
+        y, tie = with_tie(ctx, y, saved=(x, weight, bias, mean, var))
         return y, mean, var, tie
 
     @staticmethod
+    @zeros_for_none
     @differentiable(_plain_batch_norm)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, _, mean, var, _ = ctx.saved_tensors
@@ -149,19 +159,18 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, comm: Communicator, eps: float, points: int, statistics: list[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         of_x = wide(x)
         mean, var = moments(of_x, (2,), comm, points)
         if statistics is not None:
             statistics += mean, var
         mean, scale = mean.unsqueeze(-1), (var + eps).rsqrt().unsqueeze(-1)
-        tie = x.new_empty(0)
-        ctx.save_for_backward(x, mean, scale, tie)
         ctx.comm, ctx.eps, ctx.points = comm, eps, points
         y = (of_x - mean).mul_(scale)  # not x * scale - mean * scale, where large numbers cancel
-        return y.to(x.dtype), tie
+        return with_tie(ctx, y.to(x.dtype), saved=(x, mean, scale))
 
     @staticmethod
+    @zeros_for_none
     @in_forward_dtypes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, mean, scale, tie = ctx.saved_tensors
@@ -170,10 +179,10 @@ class Normalise(torch.autograd.Function):
                 y = _again(x, (2,), ctx).to(x.dtype)
             found = torch.autograd.grad(y, x, linked(grads[0], tie, grads[1]), create_graph=torch.is_grad_enabled())
             return *found, None, None, None, None
-        normalised, grad = (wide(x) - mean) * scale, wide(grads[0])
+        normalised, grad = (wide(x) - mean).mul_(scale), wide(grads[0])
         sums = torch.stack((grad.sum(2), (grad * normalised).sum(2)))
         if ctx.comm.size > 1:
             ctx.comm.all_reduce(sums)
-        sums = (sums / ctx.points).unsqueeze(-1)
-        result = (grad - sums[0]).addcmul_(normalised, sums[1], value=-1).mul_(scale)
+        of_mean, of_scale = (sums / ctx.points).unsqueeze(-1).unbind()
+        result = (grad - of_mean).addcmul_(normalised, of_scale, value=-1).mul_(scale)
         return result.to(x.dtype), None, None, None, None
