@@ -168,11 +168,6 @@ def end_of(x: Tensor) -> Tensor:
     return x[..., :0].reshape(-1)
 
 
-def led(x: Tensor, to: Tensor) -> Tensor:
-    """``x``, of which a derivative leads where ``to`` leads, also where that of a linear loss does not depend on it."""
-    return apply_pair(x, _seen, _seen, end_of(to)) if to.requires_grad else x
-
-
 def _seen(x: Tensor) -> Tensor:
     return x.view_as(x)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commengine import CartesianGrid, Decomposition
-from tplayers.adjoint_pair import apply_or, led
+from tplayers.adjoint_pair import apply_or
 from tplayers.context.blocks import BlockMask, attend, attend_backward
 from tplayers.functions import PlainForm, differentiable
 from tplayers.movement.operators import all_gather
@@ -123,7 +123,7 @@ class FieldAttention(FieldLayer):
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         names, parameters = zip(*self.named_parameters(), strict=True)
-        summed = dict(zip(names, replicated(self.grid.comm, *parameters, after=x), strict=True))
+        summed = dict(zip(names, replicated(self.grid.comm, *parameters), strict=True))
         travels = self.window_size is not None and self._windows.travel
         field = transfer(x, self._windows.there, self.grid.comm) if travels else x
         tokens = F.linear(self._tokens(field), summed["in_proj_weight"], summed.get("in_proj_bias"))
@@ -133,8 +133,7 @@ class FieldAttention(FieldLayer):
         width = x.shape[1] // self.heads
         q, k, v = (one.view(*one.shape[:3], self.heads, width).transpose(2, 3) for one in (q, *kv.chunk(2, -1)))
         found = attention(q, k, v, self._bias(summed.get("relative_position_bias_table"), q))
-        found, bias = found.transpose(2, 3).flatten(3), summed.get("out_proj.bias")
-        found = F.linear(found, summed["out_proj.weight"], bias if bias is None else led(bias, found))
+        found = F.linear(found.transpose(2, 3).flatten(3), summed["out_proj.weight"], summed.get("out_proj.bias"))
         y = self._field(found, field.shape)
         y = transfer(y, self._windows.back, self.grid.comm) if travels else y
         return y.contiguous(memory_format=memory_format(x))

@@ -108,13 +108,13 @@ class FieldConv(_Convolution):
         self.check(x)
         if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
             return self._together(x)
-        apart = (ConvolveApart, x, *self.summed_parameters(x), self._halo, self.overlap_stream)
+        apart = (ConvolveApart, x, *self.summed_parameters(), self._halo, self.overlap_stream)
         return apply_or(lambda: (self._together(x),), *apart)[0]  # type: ignore[no-any-return]
 
     def _together(self, x: Tensor) -> Tensor:
         """By one convolution of the block with its halo, which differentiates any number of times."""
         local = self.local(x)
-        return self._halo.convolved(local, *self.summed_parameters(local))
+        return self._halo.convolved(local, *self.summed_parameters())
 
 
 class FieldConvTranspose(_Convolution):
@@ -160,6 +160,6 @@ class FieldConvTranspose(_Convolution):
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         local = self.local(x)
-        weight, bias = self.summed_parameters(local)
+        weight, bias = self.summed_parameters()
         y = _CONV_TRANSPOSE[self.axes](local, weight, bias, self.stride, 0, self._missing, self.groups, self.dilation)
         return narrowed(y, self._wanted)

@@ -122,10 +122,10 @@ class FieldLayer(nn.Module):
         self.local = LocalInput(self, rules, modes, output, fill)
         self.output = self.local.output
 
-    def summed_parameters(self, after: Tensor) -> tuple[Any, Any]:
+    def summed_parameters(self) -> tuple[Any, Any]:
         """Weight and bias, with gradients that are summed over the grid (`replicated`); None for one that is not."""
         present = [one for one in (self._parameters[name] for name in ("weight", "bias")) if one is not None]
-        weight, bias, *_ = (*replicated(self.grid.comm, *present, after=after), None, None)
+        weight, bias, *_ = (*replicated(self.grid.comm, *present), None, None)
         return weight, bias
 
     def extra_repr(self) -> str:
@@ -218,31 +218,29 @@ def narrowed(y: Tensor, spans: Sequence[Span]) -> Tensor:
     return y
 
 
-def replicated(comm: Communicator, *parameters: Tensor, after: Tensor | None = None) -> tuple[Tensor, ...]:
+def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     """Return ``parameters``, whose gradients are summed over ``comm`` in the backward: one all-reduce for all of them.
 
-    parameters: of one dtype, and equal on all ranks. after: the tensor with which they are combined. A further
-    derivative of their gradients leads there on every rank: that of a bias does not depend on it if the loss is linear.
-    Every rank must run the backward. All ranks get the same bits.
+    parameters: of one dtype, and equal on all ranks. Every rank must run the backward. All ranks get the same bits.
+    A layer gives all its parameters in one call. Then autograd computes all their gradients where one is wanted, and a
+    further derivative of a bias leads, by the gradient of the weight, to the layer's input on every rank: of a linear
+    loss, the gradient of the bias itself does not depend on it.
     """
     if comm.size == 1 or not parameters:
         return parameters
-    if not any(parameter.requires_grad for parameter in parameters):
-        after = None
-    plain = functools.partial(_plain_replicated, comm, after, parameters)
-    return apply_or(plain, _Replicated, comm, after, *parameters)  # type: ignore[no-any-return]
+    return apply_or(functools.partial(_plain_replicated, comm, parameters), _Replicated, comm, *parameters)  # type: ignore[no-any-return]
 
 
-def _plain_replicated(comm: Communicator, after: Tensor | None, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    total, tie = functools.partial(_total, comm), None if after is None else end_of(after)
-    return _side_by_side(lambda flat: apply_pair(flat, torch.clone, total, tie, again=total), parameters)[0]
+def _plain_replicated(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    total = functools.partial(_total, comm)
+    return _side_by_side(lambda flat: apply_pair(flat, torch.clone, total, again=total), parameters)
 
 
-def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """``function`` of all ``tensors`` as one vector, and where it ends: a derivative by any of them runs it for all."""
+def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``function`` of all ``tensors`` as one vector: a derivative by any of them runs it for all."""
     found = function(torch.cat([one.reshape(-1) for one in tensors]))
     parts = torch.split(found, [one.numel() for one in tensors])
-    return tuple(part.view(one.shape) for part, one in zip(parts, tensors, strict=True)), end_of(found)
+    return tuple(part.view(one.shape) for part, one in zip(parts, tensors, strict=True))
 
 
 def _total(comm: Communicator, x: Tensor) -> Tensor:
@@ -259,8 +257,8 @@ def summed_over_ranks(comm: Communicator, x: Tensor, tie: Tensor | None = None) 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, after: Tensor | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.shape = comm, None if after is None else after.shape
+    def forward(ctx: Any, comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
         outputs = tuple(parameter.view_as(parameter) for parameter in parameters)
         ctx.save_for_backward(outputs[0])  # its own output, of which a tie is made when one is needed
         return outputs
@@ -270,8 +268,7 @@ class _Replicated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if followed() and not torch.compiler.is_compiling():
             total = functools.partial(summed_over_ranks, ctx.comm, tie=end_of(*ctx.saved_tensors))
-            found, end = _side_by_side(total, grads)
-            return None, end.sum().expand(ctx.shape) if ctx.needs_input_grad[1] else None, *found
-        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[2:], strict=True) if wanted]
+            return None, *_side_by_side(total, grads)
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
         sums = iter(sum_together(needed, ctx.comm))
-        return None, None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[2:])
+        return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

@@ -48,7 +48,7 @@ class _FieldNorm(FieldLayer):
         points = self.input.points() * x.shape[1] // groups
         values = x.reshape(x.shape[0], groups, -1)
         y = Normalise.apply(values, self.grid.comm, self.eps, points, statistics)[0].view(x.shape)  # type: ignore[no-untyped-call]
-        weight, bias = self.summed_parameters(y)
+        weight, bias = self.summed_parameters()
         return y if weight is None else torch.addcmul(bias[part], y, weight[part]).to(x.dtype)
 
 
@@ -79,7 +79,7 @@ class _RunningNorm(_FieldNorm):
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
         self.check(x)
-        weight, bias = self.summed_parameters(x)
+        weight, bias = self.summed_parameters()
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ class PointLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         present = {name: one for name, one in self._parameters.items() if one is not None}
-        tensors = dict(zip(present, replicated(self.grid.comm, *present.values(), after=x), strict=True))
+        tensors = dict(zip(present, replicated(self.grid.comm, *present.values()), strict=True))
         tensors |= {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         self._layer.training = self.training
         return functional_call(self._layer, tensors, (x,))  # type: ignore[no-any-return]
