@@ -22,7 +22,7 @@ subroutine answer_cubes(mine, other, rank, ranks) bind(c)
     what = bridge_next(b, number, keep)
     if (what == bridge_end) exit
     if (what == bridge_forgotten) cycle ! it keeps the last call only
-    call bridge_take(b, what, a)
+    call bridge_take(b, a)
     if (what == bridge_gradient .and. number /= kept_number) error stop "cube.f90 keeps the last call only"
     if (what == bridge_call) kept = a
     if (what == bridge_call) kept_number = number
@@ -30,7 +30,7 @@ subroutine answer_cubes(mine, other, rank, ranks) bind(c)
       if (what == bridge_call) a(x, :, :) = x * a(x, :, :)**3
       if (what == bridge_gradient) a(x, :, :) = 3 * x * kept(x, :, :)**2 * a(x, :, :)
     end do
-    call bridge_answer(b, what, a)
+    call bridge_answer(b, a)
   end do
   call bridge_close(b, ends=.false.)
 end subroutine

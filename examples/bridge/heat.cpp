@@ -70,9 +70,11 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
   MPI_Allgather(&color, 1, MPI_INT, colors.data(), 1, MPI_INT, MPI_COMM_WORLD);
   for (int r = size - 1; r >= 0; r--)
     if (colors[r] != color) leader = r;  // the lowest rank of the other program
+  for (int r = 0; r < size && leader >= 0; r++)
+    if (colors[r] != color && colors[r] != colors[leader]) leader = -1;  // there is a third program
   if (leader < 0) {
-    if (rank == 0) fprintf(stderr, "heat: there is no other program here; mpiexec -n 2 ./heat : -n 2 python ... starts both, "
-                                   "if both were built for one MPI\n");
+    if (rank == 0) fprintf(stderr, "heat: this job is not of two programs; mpiexec -n 2 ./heat : -n 2 python ... starts "
+                                   "two, if both were built for one MPI\n");
     MPI_Finalize(), exit(2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);
@@ -95,7 +97,7 @@ int main(int argc, char **argv) {
         continue;
       }
       Field u = plate.block();
-      bridge_take(&b, what, u.data());
+      bridge_take(&b, u.data());
       if (what == BRIDGE_CALL)
         for (int n = 0; n < steps; n++) {
           if (keep) kept[number].push_back(u);
@@ -103,7 +105,7 @@ int main(int argc, char **argv) {
         }
       else
         for (int n = steps; n-- > 0;) u = plate.adjoint(kept[number][n], u);
-      bridge_answer(&b, what, u.data());
+      bridge_answer(&b, u.data());
     }
     bridge_close(&b, 0);
   }

@@ -24,8 +24,10 @@ static void split_world(MPI_Comm *mine, MPI_Comm *other) {
   MPI_Allgather(&color, 1, MPI_INT, colors, 1, MPI_INT, MPI_COMM_WORLD);
   for (int r = size - 1; r >= 0; r--)
     if (colors[r] != color) leader = r; /* the lowest rank of the other program */
+  for (int r = 0; r < size && leader >= 0; r++)
+    if (colors[r] != color && colors[r] != colors[leader]) leader = -1; /* there is a third program */
   if (leader < 0) {
-    if (rank == 0) fprintf(stderr, "solver: start it beside network.py: mpiexec -n 2 ./solver : -n 2 python ...\n");
+    if (rank == 0) fprintf(stderr, "solver: a job needs two programs: mpiexec -n 2 ./solver : -n 2 python network.py\n");
     MPI_Finalize(), exit(2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);

@@ -20,8 +20,11 @@ contains
     do leader = 0, ranks - 1 ! ends at the lowest rank of the other program
       if (colors(leader) /= color) exit
     end do
+    if (leader < ranks) then
+      if (any(colors /= color .and. colors /= colors(leader))) leader = ranks ! there is a third program
+    end if
     if (leader == ranks) then
-      if (rank == 0) write (error_unit, '(a)') "there is no other program: mpiexec -n 2 ./solver : -n 2 python ..."
+      if (rank == 0) write (error_unit, '(a)') "a job needs two programs: mpiexec -n 2 ./solver : -n 2 python ..."
       call MPI_Finalize()
       stop 2, quiet=.true.
     end if

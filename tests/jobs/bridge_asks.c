@@ -1,4 +1,5 @@
-/* Asks a Python program for x -> sin(2 x) and its gradients: those of the first call after the second, twice. */
+/* Asks a Python program for x -> sin(2 x) and its gradients: those of the first call after the second, twice.
+ * With an argument it answers one call, by the calls that the letters name: n(ext), t(ake), a(nswer). */
 #include <math.h>
 
 #include "commengine_bridge.h"
@@ -16,10 +17,20 @@ int main(int argc, char **argv) {
   MPI_Comm_split(MPI_COMM_WORLD, *color, 0, &mine);
   while (colors[leader] == *color) leader++;
   MPI_Intercomm_create(mine, 0, MPI_COMM_WORLD, leader, 20000, &other);
+  MPI_Comm_rank(mine, &rank);
   MPI_Comm_size(mine, &ranks);
   int first = rank * POINTS / ranks, last = (rank + 1) * POINTS / ranks;
   bridge_field field = {1, 1, {POINTS, 0, 0, 0}, {first, 0, 0, 0}, {last, 0, 0, 0}, MPI_FLOAT};
   bridge b = bridge_open(mine, other, field, field);
+  for (char *letter = argc > 1 ? argv[1] : ""; *letter; letter++) {
+    float block[POINTS] = {0};
+    long long call;
+    int keep;
+    if (*letter == 'n') bridge_next(&b, &call, &keep);
+    if (*letter == 't') bridge_take(&b, block);
+    if (*letter == 'a') bridge_answer(&b, block);
+  }
+  if (argc > 1) bridge_close(&b, 0);
   float x[2][POINTS], y[2][POINTS], up[POINTS], down[POINTS];
   double worst = 0, all;
   long long number[2];

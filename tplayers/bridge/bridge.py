@@ -123,7 +123,7 @@ class Bridge(OwnsCommunicators):
             raise ValueError(f"Bridge.call: {problem or 'another rank gave no block of the field'}")
         if wanted != followed:
             x = x.detach().requires_grad_()
-        return _Call.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
+        return _BridgeCall.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def _ask(self, what: int, number: int, keep: bool, given: Tensor) -> Tensor:
         """Send a field, or the gradient of the one that was taken, and return what the other program answers."""
@@ -300,7 +300,7 @@ class _Kept:
         self._forgotten.append(self.number)
 
 
-class _Call(torch.autograd.Function):
+class _BridgeCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bridge: Bridge) -> Tensor:
         keep = ctx.needs_input_grad[0]

@@ -34,16 +34,14 @@ module commengine_bridge
       integer(c_int), intent(out) :: keep
       integer(c_int) :: bridge_next_f
     end function
-    subroutine bridge_take_f(b, what, block) bind(c)
+    subroutine bridge_take_f(b, block) bind(c)
       import
       type(c_ptr), value :: b
-      integer(c_int), value :: what
       type(*) :: block(*)
     end subroutine
-    subroutine bridge_answer_f(b, what, block) bind(c)
+    subroutine bridge_answer_f(b, block) bind(c)
       import
       type(c_ptr), value :: b
-      integer(c_int), value :: what
       type(*) :: block(*)
     end subroutine
     function bridge_ask_f(b, what, number, keep, give, take) bind(c)
@@ -103,18 +101,16 @@ contains
     keep = kept /= 0
   end function
 
-  subroutine bridge_take(b, what, block)
+  subroutine bridge_take(b, block)
     type(bridge), intent(in) :: b
-    integer, intent(in) :: what
     type(*) :: block(*)
-    call bridge_take_f(b%handle, what, block)
+    call bridge_take_f(b%handle, block)
   end subroutine
 
-  subroutine bridge_answer(b, what, block)
+  subroutine bridge_answer(b, block)
     type(bridge), intent(in) :: b
-    integer, intent(in) :: what
     type(*) :: block(*)
-    call bridge_answer_f(b%handle, what, block)
+    call bridge_answer_f(b%handle, block)
   end subroutine
 
   integer(c_long_long) function bridge_ask(b, what, number, keep, give, take)

@@ -81,6 +81,9 @@ INSTEAD = {
     "bmm": _BETWEEN,
     "stack": "torch.cat along channels",
     "unfold": "a convolution, or tplayers.FieldAttention in windows",
+    "expand": "torch.zeros_like(x) + tensor, which broadcasts",
+    **dict.fromkeys(("rand_like", "randn_like"), "noise that is drawn outside and is an input of the module"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), "torch.zeros_like or torch.ones_like of a field"),
 }
 
 

@@ -114,12 +114,25 @@ def test_the_example_learns(heat, tmp_path):
     assert found[1] < found[0] and found[2] < found[3] and picture.stat().st_size > 5000
 
 
-@pytest.mark.parametrize("ranks", SPLITS)
-def test_a_c_program_asks(tmp_path, ranks):
-    program, source = tmp_path / "asks", mpirun.JOBS / "bridge_asks.c"
+@pytest.fixture(scope="module")
+def asks(tmp_path_factory):
+    """A C program that asks, or answers in a wrong order."""
+    program, source = tmp_path_factory.mktemp("bridge") / "asks", mpirun.JOBS / "bridge_asks.c"
     words = [wrapper("mpicc", "cc"), "-std=c99", "-Wall", "-Wextra", "-Werror", "-I", bridge.include()]
     subprocess.run([*words, "-o", str(program), str(source), "-lm"], check=True)
-    done = mpirun.command(both(program, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60)
+    return program
+
+
+@pytest.mark.parametrize("calls", ["na", "ntt", "nn", "ntn", "t", "a", "ntaa", "ntat"])
+def test_calls_of_c_in_a_wrong_order_end_both(asks, calls):
+    done = mpirun.command([mpirun.mpiexec(), "-n", "1", asks, ":", "-n", "1", asks, calls], timeout=30)
+    assert done.returncode != 0
+    assert "bridge: rank 0 of its program: " in done.stderr and "comes after" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", SPLITS)
+def test_a_c_program_asks(asks, ranks):
+    done = mpirun.command(both(asks, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"ERROR (\S+)", done.stdout)[1]) < 1e-5
     assert "ASKED call call gradient gradient call 1 2 2 2 1" in done.stdout
@@ -178,5 +191,7 @@ def test_a_fortran_program_of_a_systems_mpi_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "mpi" / "libmpi.so.12"))
     for ranks in SPLITS:
         cubes([mpiexec, *both(tmp_path / "cubes", ranks, (), str(EXAMPLES / "cubes.py"))[1:]])
-    alone = mpirun.command([mpiexec, "-n", "1", str(tmp_path / "cubes")], timeout=30)
-    assert alone.returncode == 2 and "there is no other program" in alone.stderr
+    for programs in (1, 3):
+        words = [mpiexec, *(["-n", "1", str(tmp_path / "cubes"), ":"] * programs)[:-1]]
+        refused = mpirun.command(words, timeout=30)
+        assert refused.returncode == 2 and "a job needs two programs" in refused.stderr
