@@ -199,13 +199,37 @@ def test_the_other_program_keeps_no_more_than_there_are_graphs(mpi_world, progra
             assert 3 <= most <= 5
 
 
+def test_memory_is_used_again_when_nobody_holds_the_field(mpi_world, programs):
+    """A field stays while anything holds it: the tensor, a view of it, or a graph."""
+    asks, other, comm = programs(1)
+    field, _ = pair(asks, comm, mpi_world, 1)
+    with Bridge(other, comm, field, field) as bridge:
+        if not asks:
+            while bridge.answer(lambda x: x + 1) != "end":
+                pass
+            return
+        held, places = [], set()
+        for n in range(12):
+            x = torch.full(field.local_shape(comm.rank), float(n), dtype=field.dtype)
+            y = bridge.call(x.requires_grad_(n % 3 == 0))
+            held += [y[..., :1].detach().numpy() if n % 3 else y.square()]  # a view, or a graph that saved y
+            places.add(y.data_ptr())
+        for n, one in enumerate(held):
+            assert bool((one == n + 1).all() if n % 3 else (one == (n + 1) ** 2).all())
+        assert len(places) == 12
+        del held, y, one
+        gc.collect()
+        again = {bridge.call(x.detach()).data_ptr() for _ in range(9)}
+        assert len(again) == 1 and again <= places
+
+
 def test_a_second_derivative_is_an_error_on_all_ranks(mpi_world, programs):
     asks, other, comm = programs(1)
     with Bridge(other, comm, *pair(asks, comm, mpi_world, 1)) as bridge:
         if asks:
             x = draw(6).requires_grad_()
             (g,) = torch.autograd.grad(bridge.call(x).sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="no second derivative of Call"):
+            with pytest.raises(RuntimeError, match="no second derivative of BridgeCall"):
                 torch.autograd.grad(g.pow(2).sum(), x)
         else:
             while bridge.answer(torch.exp) != "end":
