@@ -32,7 +32,7 @@ ROOMS = {
         {"calls"},  # chooses the way of a call, traces and watches it
         {"compiled_ops"},
         {"communicator"},
-        {"grid", "cartesian", "copies", "launch", "rank_zero"},
+        {"grid", "cartesian", "copies", "launch", "rank_zero", "rollcall"},  # rollcall: runs any program
     ),
     "tplayers": (
         {"host_copy", "checks", "adjoint_pair", "recompute", "dropout_kernel"},

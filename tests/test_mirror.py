@@ -23,6 +23,7 @@ TESTED_BY = {
     "trainers/training/routers.py": ["trainers/training/test_trainer_experts.py", "trainers/run/test_experts.py"],
     "tplayers/canonical/experts.py": ["tplayers/canonical/test_layers.py"],
     "commengine/dtypes.py": ["commengine/test_communicator_collectives.py"],
+    "commengine/rollcall/watcher.py": ["commengine/rollcall/test_program.py"],
     "commengine/errors.py": ["commengine/operations/test_checks.py", "commengine/test_agreement.py"],
     "commengine/host/polling.py": ["commengine/test_stream.py", "commengine/device/test_backends.py"],
     "commengine/job_end.py": ["commengine/test_launch.py"],

@@ -1,4 +1,4 @@
-! A Fortran program's answers: the field a(x, y, channel) goes to a**3 * x, of which the gradient is 3 a**2 * x times that
+! A Fortran program that answers: the field a(x, y, channel) goes to a**3 * x. Its gradient is 3 a**2 * x times that
 ! of the result. Each rank has some columns of 5 x 7 points and 2 channels. mine, other: as mine%MPI_VAL of mpi_f08.
 ! cubes.f90 is the program around it.
 subroutine answer_cubes(mine, other, rank, ranks) bind(c)

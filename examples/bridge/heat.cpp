@@ -62,20 +62,20 @@ class Plate {
 
 // The ranks of this program, and an intercommunicator to the only other one: the C side of launch.split_world.
 static void split_world(MPI_Comm *mine, MPI_Comm *other) {
-  int rank, size, *set_by_launcher, set, color = 0, leader = -1;  // 0: srun sets no MPI_APPNUM
+  int rank, size, *set_by_launcher, set, color = 0, first = 0, leader = -1;  // 0: srun sets no MPI_APPNUM
   MPI_Comm_rank(MPI_COMM_WORLD, &rank), MPI_Comm_size(MPI_COMM_WORLD, &size);
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_APPNUM, &set_by_launcher, &set);
   if (set) color = *set_by_launcher;
   std::vector<int> colors(size);
   MPI_Allgather(&color, 1, MPI_INT, colors.data(), 1, MPI_INT, MPI_COMM_WORLD);
-  for (int r = size - 1; r >= 0; r--)
-    if (colors[r] != color) leader = r;  // the lowest rank of the other program
+  for (int r = size - 1; r >= 0; r--) (colors[r] == color ? first : leader) = r;  // the lowest ranks of both programs
   for (int r = 0; r < size && leader >= 0; r++)
     if (colors[r] != color && colors[r] != colors[leader]) leader = -1;  // there is a third program
   if (leader < 0) {
-    if (rank == 0) fprintf(stderr, "heat: this job is not of two programs; mpiexec -n 2 ./heat : -n 2 python ... starts "
-                                   "two, if both were built for one MPI\n");
-    MPI_Finalize(), exit(2);
+    if (rank == first) fprintf(stderr, "heat: a job has two programs, built for one MPI: mpiexec -n 2 ./heat : -n 2 "
+                                       "python ... starts both\n");
+    for (double end = MPI_Wtime() + 0.5; MPI_Wtime() < end;) continue;  // launchers lose lines that come just before
+    MPI_Abort(MPI_COMM_WORLD, 2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);
   MPI_Intercomm_create(*mine, 0, MPI_COMM_WORLD, leader, 20000, other);

@@ -15,20 +15,21 @@ static const double DT = 0.1, DIFFUSION = 1.0;
 
 /* The ranks of this program, and an intercommunicator to the only other one: the C side of launch.split_world. */
 static void split_world(MPI_Comm *mine, MPI_Comm *other) {
-  int rank, size, *set_by_launcher, set, color = 0, leader = -1; /* 0: srun sets no MPI_APPNUM */
+  int rank, size, *set_by_launcher, set, color = 0, first = 0, leader = -1; /* 0: srun sets no MPI_APPNUM */
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_APPNUM, &set_by_launcher, &set);
   if (set) color = *set_by_launcher;
   int *colors = malloc(size * sizeof(int));
   MPI_Allgather(&color, 1, MPI_INT, colors, 1, MPI_INT, MPI_COMM_WORLD);
-  for (int r = size - 1; r >= 0; r--)
-    if (colors[r] != color) leader = r; /* the lowest rank of the other program */
+  for (int r = size - 1; r >= 0; r--) /* the lowest ranks of this program and of the other */
+    if (colors[r] == color) first = r; else leader = r;
   for (int r = 0; r < size && leader >= 0; r++)
     if (colors[r] != color && colors[r] != colors[leader]) leader = -1; /* there is a third program */
   if (leader < 0) {
-    if (rank == 0) fprintf(stderr, "solver: a job needs two programs: mpiexec -n 2 ./solver : -n 2 python network.py\n");
-    MPI_Finalize(), exit(2);
+    if (rank == first) fprintf(stderr, "solver: a job has two programs: mpiexec -n 2 ./solver : -n 2 python ...\n");
+    for (double end = MPI_Wtime() + 0.5; MPI_Wtime() < end;) continue; /* launchers lose lines that come just before */
+    MPI_Abort(MPI_COMM_WORLD, 2), exit(2);
   }
   MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine);
   MPI_Intercomm_create(*mine, 0, MPI_COMM_WORLD, leader, TAG_OF_A_PAIR, other);

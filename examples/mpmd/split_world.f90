@@ -9,6 +9,7 @@ contains
     integer, allocatable :: colors(:)
     integer(MPI_ADDRESS_KIND) :: set_by_launcher
     integer :: color, leader, ranks, rank
+    double precision :: ends
     logical :: set
     call MPI_Comm_rank(MPI_COMM_WORLD, rank)
     call MPI_Comm_size(MPI_COMM_WORLD, ranks)
@@ -24,9 +25,13 @@ contains
       if (any(colors /= color .and. colors /= colors(leader))) leader = ranks ! there is a third program
     end if
     if (leader == ranks) then
-      if (rank == 0) write (error_unit, '(a)') "a job needs two programs: mpiexec -n 2 ./solver : -n 2 python ..."
-      call MPI_Finalize()
-      stop 2, quiet=.true.
+      if (rank == findloc(colors, color, dim=1) - 1) write (error_unit, '(a)') & ! the lowest rank of this program
+        "a job has two programs: mpiexec -n 2 ./solver : -n 2 python ..."
+      flush (error_unit)
+      ends = MPI_Wtime() + 0.5 ! launchers lose lines that come just before
+      do while (MPI_Wtime() < ends)
+      end do
+      call MPI_Abort(MPI_COMM_WORLD, 2)
     end if
     call MPI_Comm_split(MPI_COMM_WORLD, color, 0, mine)
     call MPI_Intercomm_create(mine, 0, MPI_COMM_WORLD, leader, 20000, other)

@@ -147,7 +147,7 @@ def test_the_pair_on_other_ranks_says_the_same(solver, tmp_path):
 @pytest.mark.long
 def test_the_c_solver_alone_says_how_to_start_it(solver):
     done = mpirun.command([mpirun.mpiexec(), "-n", "2", str(solver)], timeout=30)
-    assert done.returncode != 0 and "a job needs two programs" in done.stderr
+    assert done.returncode != 0 and "a job has two programs" in done.stderr
 
 
 @pytest.mark.slow

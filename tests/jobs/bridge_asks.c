@@ -1,5 +1,5 @@
 /* Asks a Python program for x -> sin(2 x) and its gradients: those of the first call after the second, twice.
- * With an argument it answers one call, by the calls that the letters name: n(ext), t(ake), a(nswer). */
+ * With an argument it answers one call, by the calls that the letters name: n(ext), t(ake), a(nswer), (as)k. */
 #include <math.h>
 
 #include "commengine_bridge.h"
@@ -28,6 +28,7 @@ int main(int argc, char **argv) {
     int keep;
     if (*letter == 'n') bridge_next(&b, &call, &keep);
     if (*letter == 't') bridge_take(&b, block);
+    if (*letter == 'k') bridge_ask(&b, BRIDGE_CALL, 0, 0, block, block);
     if (*letter == 'a') bridge_answer(&b, block);
   }
   if (argc > 1) bridge_close(&b, 0);

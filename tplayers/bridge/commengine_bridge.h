@@ -36,8 +36,7 @@ static inline bridge bridge_open(MPI_Comm mine, MPI_Comm other, bridge_field giv
     b.part[which] = (MPI_Datatype *)malloc(b.peers * sizeof(MPI_Datatype));
     for (int peer = 0; peer < b.peers; peer++, common = 1) {
       const long long *own = words + 15 * which, *their = all + peer * BRIDGE_WORDS + 15 - 15 * which;
-      if (memcmp(own, their, (3 + f->axes) * sizeof *own))
-        bridge_fail(&b, which ? "the other program gives another field" : "the other program takes another field");
+      if (memcmp(own, their, (3 + f->axes) * sizeof *own)) bridge_fail(&b, "the programs' fields are not the same");
       int sizes[5] = {f->channels}, lengths[5] = {f->channels}, at[5] = {0};
       for (int a = 0; a < f->axes; a++) {
         long long low = f->start[a] > their[7 + a] ? f->start[a] : their[7 + a];
@@ -54,7 +53,7 @@ static inline bridge bridge_open(MPI_Comm mine, MPI_Comm other, bridge_field giv
   return free(all), b;
 }
 static inline void bridge_move(bridge *b, int which, int sends, void *block) { /* which: 0 the given field, 1 taken */
-  if (b->due-- != 2 - sends) bridge_fail(b, "a bridge_take comes after a bridge_next, a bridge_answer after the bridge_take");
+  if (b->due-- != 2 - sends) bridge_fail(b, "bridge_take comes once after each call or gradient of bridge_next");
   MPI_Request *started = (MPI_Request *)malloc(b->peers * sizeof(MPI_Request));
   for (int peer = 0; peer < b->peers; peer++) {
     MPI_Datatype part = b->part[which][peer];
@@ -65,11 +64,12 @@ static inline void bridge_move(bridge *b, int which, int sends, void *block) { /
   MPI_Waitall(b->peers, started, MPI_STATUSES_IGNORE), free(started);
 }
 static inline void bridge_tell(bridge *b, int tag, long long what, long long number, long long keep) {
+  if (b->due != (tag == BRIDGE_ANSWER)) bridge_fail(b, "a bridge_answer without bridge_take, or a call before it");
   long long words[3] = {what, number, keep}; if (b->rank == 0) MPI_Send(words, 3, MPI_LONG_LONG, 0, tag, b->other);
 }
 static inline int bridge_hear(bridge *b, int tag, long long *number, int *keep) {
   long long words[3];
-  if (b->due) bridge_fail(b, "bridge_next comes after bridge_take and bridge_answer of the last question");
+  if (b->due || b->asked == BRIDGE_END) bridge_fail(b, "bridge_next comes after bridge_answer, until BRIDGE_END");
   if (b->rank == 0) MPI_Recv(words, 3, MPI_LONG_LONG, 0, tag, b->other, MPI_STATUS_IGNORE);
   MPI_Bcast(words, 3, MPI_LONG_LONG, 0, b->mine), b->asked = (int)words[0];
   b->due = b->asked == BRIDGE_CALL || b->asked == BRIDGE_GRADIENT ? 2 : 0; /* 2: to take, 1: to answer */

@@ -1,0 +1,157 @@
+"""The watcher of one rank: asks its process where it is, and tells the others by a file. It runs without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# These files' neighbours: the package would import torch.
+import report  # type: ignore[import-not-found]
+from program import MOVED, SAMPLE, SEEN  # type: ignore[import-not-found]
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+#: seconds that a process has to answer a signal, and a question
+ANSWER_SECONDS = 0.05, 3.0
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+class Watcher:
+    """Looks at one process every tick, which is a sixth of ``every`` seconds."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.of, self.folder = settings, Path(settings["folder"])
+        self.process, self.every = settings["process"], settings["every"]
+        self.tick = min(max(self.every / 6, 0.1), 10.0)
+        self.name = self.folder / f"rank-{settings['rank']}.json"
+        self.stack: list[list[Any]] = []
+        self.moves, self.place, self.state, self.used = -1, 0, "", 0.0
+        self.since = time.monotonic()
+        self.used_since, self.answered, self.blocked = 0.0, "", False
+
+    def look(self) -> None:
+        """Ask the process by signals whether it moves, and where it is."""
+        before, (self.state, self.used) = self.used, _state(self.process)
+        stack, over, moves, place = self.stack, *self.seen()
+        if over:
+            stack = []
+        elif self.state not in "TtD" and _handles(self.process):  # one that is stopped would answer later
+            for number in (SAMPLE, MOVED):
+                os.kill(self.process, number)
+            time.sleep(ANSWER_SECONDS[0])
+            stack, (over, moves, place) = self._dumped() or stack, self.seen()
+        # A call of Python's own that waits, such as time.sleep, runs handlers, and uses no core.
+        waits = place == self.place and self.used - before < 0.05 * self.tick
+        if stack != self.stack or (moves != self.moves and not waits):
+            self.stack, self.since, self.used_since = stack, time.monotonic(), self.used
+        self.moves, self.place = moves, place
+
+    def seen(self) -> tuple[int, int, int]:
+        """What the process has written: whether its program is over, and how often and where it was asked."""
+        over, moves, place = SEEN.unpack(os.pread(self.of["moves"], SEEN.size, 0))
+        return over, moves, place
+
+    def _dumped(self) -> list[list[Any]]:
+        """The main thread's stack, from the inside out: the last thread of the newest dump."""
+        text = os.pread(self.of["stacks"], 1 << 20, 0).decode(errors="replace")
+        os.ftruncate(self.of["stacks"], 0)
+        os.lseek(self.of["stacks"], 0, os.SEEK_SET)
+        last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
+        found = [[file, int(line), name, ""] for file, line, name in _FRAME.findall(last)]
+        while found and found[-1][0] in (PROGRAM, "<frozen runpy>"):
+            found.pop()
+        return found
+
+    def asked_by_signal(self) -> bool:
+        """Whether a user has sent the process the signal that asks for a report."""
+        if not os.fstat(self.of["asked"]).st_size:
+            return False
+        os.ftruncate(self.of["asked"], 0)
+        os.lseek(self.of["asked"], 0, os.SEEK_SET)
+        return True
+
+    def values(self) -> list[list[Any]]:
+        """The stack with the values of its innermost calls, if Python runs there; otherwise as last seen."""
+        if self.state in "TtD" or not self.stack:
+            return self.stack
+        while select.select([self.of["answer"]], [], [], 0)[0]:
+            os.read(self.of["answer"], 1 << 16)  # of an earlier question
+        os.write(self.of["ask"], b"?")
+        text, deadline = b"", time.monotonic() + ANSWER_SECONDS[1]
+        while not text.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.of["answer"]], [], [], left)[0]:
+                return self.stack
+            text += os.read(self.of["answer"], 1 << 16)
+        return json.loads(text) or self.stack
+
+    def tell(self, ended: str = "", *, answers: str = "") -> None:
+        """Write what is known of this rank. answers: the question that the report has asked."""
+        still = time.monotonic() - self.since
+        record = {
+            "rank": self.of["rank"], "host": socket.gethostname(), "process": self.process, "state": self.state,
+            "still": still, "busy": (self.used - self.used_since) / still if still > 1 else 0.0, "ended": ended,
+            "stack": self.values() if answers else self.stack, "answers": answers, "told": time.time(),
+        }  # fmt: skip
+        part = self.name.with_suffix(".part")
+        part.write_text(json.dumps(record))
+        part.replace(self.name)
+
+    def run(self) -> None:
+        """Look and tell until the process ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        reporter = report.Reporter(self.of, self.folder) if self.of["rank"] == 0 else None
+        self.tell()
+        pid = os.pidfd_open(self.process)
+        while not select.select([pid], [], [], self.tick)[0]:
+            try:
+                self.look()
+            except ProcessLookupError:
+                break
+            question = self.folder / "question"
+            answers = question.read_text() if question.exists() else ""
+            blocked = time.monotonic() - self.since > self.every / 3 or self.state in "TtD"
+            if blocked or blocked != self.blocked or answers != self.answered:
+                self.tell(answers=answers if answers != self.answered else "")
+                self.answered, self.blocked = answers, blocked
+            if self.asked_by_signal():
+                (self.folder / "asked").touch()
+            if reporter is not None:
+                reporter.look()
+        self.state = "X"
+        self.tell("has ended" if self.seen()[0] else "is gone: it was killed, or left by os._exit")
+        if reporter is not None:
+            reporter.wait_for_others(self.tick)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _handles(process: int) -> bool:
+    """Whether the process has handlers of the signals: without them, as after an exec, they would end it."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    mask = int(caught[1], 16) if caught else 0
+    return all(mask >> (number - 1) & 1 for number in (SAMPLE, MOVED))
+
+
+def _state(process: int) -> tuple[str, float]:
+    """The kernel's letter for the process (R runs, S sleeps, D is in I/O, T is stopped), and its seconds of a core."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        raise ProcessLookupError(process) from None
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they are for the program, with which the watcher ends
+    Watcher(json.loads(sys.argv[1])).run()

@@ -1,0 +1,74 @@
+"""Roll call of real jobs: the odd rank of a program that hangs is named first, and a slow one is left alone."""
+
+import os
+import random
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import mpirun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+EVERY = 2
+#: what the first line about the odd rank says
+SAYS = {
+    "sleep": r"waits, outside of MPI.*\n.*time\.sleep\(1000\)",
+    "loop": r"moves\n.*np\.sqrt\(large",
+    "one call": r"(computes in one call|moves)",
+    "stopped": r"is stopped",
+    "read": r"waits, outside of MPI.*\n.*os\.read",
+    "send": r"waits in Send.*\n.*comm\.Send\(large",
+    "barrier": r"waits in Barrier",
+}
+
+
+def watched(ranks, *words):
+    job = [mpirun.mpiexec(), "-n", str(ranks), sys.executable, "-m", "commengine.rollcall", "--every", str(EVERY)]
+    return [*job, str(mpirun.JOBS / "diverges.py"), *map(str, words)]
+
+
+def first_report(words, cwd, act=None, seconds=100):
+    """What a job writes until its first report is complete; then the job is stopped. act: called with all so far."""
+    job = mpirun.start(words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    found, deadline = "", time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            ready = select.select([job.stderr], [], [], 1.0)[0]
+            if ready and not (part := os.read(job.stderr.fileno(), 1 << 16).decode()):
+                break
+            if not ready and "rollcall: " in found:
+                break
+            found += part if ready else ""
+        return found.partition("rollcall: ")[2]
+    finally:
+        mpirun.stop(job)
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_the_odd_rank_is_named_first(kind, tmp_path):
+    drawn = random.Random(kind)
+    ranks = drawn.choice([3, 4])
+    odd, last = drawn.randrange(ranks), drawn.randrange(4)
+    found = first_report(watched(ranks, kind, odd, last), tmp_path)
+    assert found.startswith(f"half of the ranks, or more, have not moved for {EVERY} s: {ranks} ranks")
+    assert re.match(rf"  rank {odd} \(\S+ process \d+\) {SAYS[kind]}", found.partition("\n")[2]), found
+
+
+def test_a_slow_program_is_left_alone_and_its_results_are_its_own(tmp_path):
+    """Each step is shorter than the time of a report. Nothing stays behind."""
+    done = mpirun.command(watched(3, "slow", 0, 12), timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and "rollcall" not in done.stderr, done.stderr
+    assert sorted(done.stdout.split("\n")[:-1]) == [f"rank {n} is through" for n in range(3)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_option_is_named(tmp_path):
+    words = [sys.executable, "-m", "commengine.rollcall"]
+    for more, named in ((["none.py"], "none.py: must be a Python file"), (["--every", "0", __file__], "at least 0.5")):
+        done = mpirun.command([*words, *more], timeout=60, cwd=tmp_path)
+        assert done.returncode == 2 and named in done.stderr

@@ -1,0 +1,30 @@
+"""The report of a roll call, from records."""
+
+from commengine.rollcall import report
+
+
+def record(rank, stack, **more):
+    usual = {"host": "a", "process": 7, "state": "S", "still": 90.0, "busy": 1.0, "ended": "", "told": 0, "answers": ""}
+    return {"rank": rank, "stack": stack, **usual, **more}
+
+
+WAITS = [["x.py", 4, "f", "comm.Bcast(x, root=0)"]]
+
+
+def test_the_report_of_many_ranks_has_a_group_for_each_place():
+    """The rank whose call has another value is a group of its own, and ranks without a watcher are named."""
+    other = [["x.py", 4, "f", "comm.Bcast(x, root=1)"]]
+    records = [record(n, WAITS, still=60.0 + n / 10) for n in range(900) if n != 17] + [record(17, other)]
+    found = report.text(records, 902, 60, "why").splitlines()
+    assert found[0] == "rollcall: why: 902 ranks"
+    assert found[1].startswith("  rank 17 (a, process 7) waits in Bcast, for 90 s")
+    assert "  ranks 0-16, 18-899 (899) wait in Bcast, for 60 to 150 s" in found
+    assert found[-1].startswith("  ranks 900-901 not seen")
+
+
+def test_of_two_ranks_the_odd_one_is_outside_of_mpi():
+    reads = [["x.py", 9, "g", "file.read()"]]
+    for records in ([record(0, WAITS), record(1, reads, busy=0.0)], [record(1, WAITS), record(0, reads, busy=0.0)]):
+        assert "waits, outside of MPI" in report.text(records, 2, 60, "why").splitlines()[1]
+    killed = [record(0, reads), record(1, WAITS, ended="is gone: it was killed, or left by os._exit")]
+    assert "rank 1 (a, process 7) is gone" in report.text(killed, 2, 60, "why").splitlines()[1]

@@ -1,0 +1,56 @@
+"""An MPI program without torch, of which one rank leaves the others: ``diverges.py KIND RANK STEP``."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+kind, odd, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+comm = MPI.COMM_WORLD
+field, large = np.zeros(4), np.zeros(1 << 16)
+
+
+def wander():
+    """What the odd rank does in the last step in place of the sum."""
+    if kind == "sleep":
+        time.sleep(1000)
+    elif kind == "loop":
+        while True:
+            np.sqrt(large)
+    elif kind == "one call":
+        np.linalg.svd(np.ones((6000, 6000)))
+    elif kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "read":
+        os.read(os.pipe()[0], 1)
+    elif kind == "send":
+        comm.Send(large, (odd + 1) % comm.size)  # nobody receives it
+    elif kind == "barrier":
+        comm.Barrier()
+    # "skip": nothing
+
+
+def step(number):
+    """Exchange and sum."""
+    if number == last and comm.rank == odd and kind not in ("root", "slow"):
+        wander()
+        if kind != "skip":
+            return
+    elif kind == "slow":
+        time.sleep(0.2 * (comm.rank + 1))
+        comm.Allreduce(MPI.IN_PLACE, field)
+    elif kind == "root" and number == last:
+        root = int(comm.rank == odd)
+        comm.Bcast(large, root=root)
+        comm.Barrier()
+    else:
+        comm.Allreduce(MPI.IN_PLACE, field)
+
+
+for number in range(last + 3):
+    step(number)
+    comm.Bcast(large, root=0)
+print("rank", comm.rank, "is through")
