@@ -42,7 +42,7 @@ def main() -> None:
         return
     sys.path[0] = str(Path(words[0]).resolve().parent)
     fresh.__dict__.update(__file__=words[0], __builtins__=__builtins__)
-    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), fresh.__dict__)
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True), fresh.__dict__)
 
 
 def watched(settings: dict[str, Any]) -> None:

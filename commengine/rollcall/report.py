@@ -28,6 +28,11 @@ _PLURAL = {"is": "are", "has": "have", "moves": "move", "waits": "wait", "comput
 FRAMES = 6
 
 
+def tick(every: float) -> float:
+    """The seconds between two looks of a watcher."""
+    return min(max(every / 6, 0.1), 10.0)
+
+
 def mpi_call(stack: Sequence[Sequence[Any]]) -> str:
     """The MPI call that the innermost frames are in, by their source; empty if there is none."""
     for file, line, _, called in stack[:4]:
@@ -63,7 +68,8 @@ def condition(record: dict[str, Any], every: float) -> str:
     call = mpi_call(record["stack"])
     if call:
         return f"waits in {call}"
-    return "computes in one call" if record["busy"] > 0.5 else "waits, outside of MPI"
+    computes = record["state"] == "R" or record["busy"] > 0.2  # a core may be shared
+    return "computes in one call" if computes else "waits, outside of MPI"
 
 
 def grouped(records: Sequence[dict[str, Any]], every: float) -> list[list[dict[str, Any]]]:
@@ -123,6 +129,7 @@ class Reporter:
 
     def __init__(self, settings: dict[str, Any], folder: Path) -> None:
         self.size, self.every, self.folder = settings["size"], settings["every"], folder
+        self.name = os.getpid()  # a folder may have questions of an earlier job
         self.began = time.time()
         limit = settings["limit"]
         if limit is None and os.environ.get("SLURM_JOB_END_TIME", "").isdecimal():
@@ -130,6 +137,7 @@ class Reporter:
         self.before_limit = self.began + limit - min(self.every, limit / 10) if limit else float("inf")
         self.records: dict[str, tuple[int, dict[str, Any]]] = {}
         self.number, self.asked_at, self.why, self.again, self.pause = 0, 0.0, "", 0.0, self.every
+        self.question = ""
 
     def read(self) -> list[dict[str, Any]]:
         """The records of this job's ranks."""
@@ -141,14 +149,14 @@ class Reporter:
                         self.records[entry.name] = changed, json.loads(Path(entry.path).read_text())
                 except (OSError, ValueError):  # it is replaced just now
                     continue
-        return [record for _, record in self.records.values() if record["told"] > self.began - 120]
+        return [record for _, record in self.records.values() if record["rank"] < self.size]
 
     def look(self) -> None:
         """Decide whether to report; ask for values, and print when they have come."""
         records, now = self.read(), time.time()
         if self.asked_at:
-            late = now > self.asked_at + 2.5 * min(max(self.every / 6, 0.1), 10.0) + 4
-            if late or all(one["answers"] == str(self.number) or one["ended"] for one in records):
+            late = now > self.asked_at + 2.5 * tick(self.every) + 4
+            if late or all(one["answers"] == self.question or one["ended"] for one in records):
                 print(text(records, self.size, self.every, self.why), file=sys.stderr, flush=True)
                 (self.folder / "question").unlink(missing_ok=True)
                 self.asked_at = 0.0
@@ -172,13 +180,14 @@ class Reporter:
     def ask(self, why: str, now: float) -> None:
         """Ask all watchers for the values of calls."""
         self.number, self.asked_at, self.why = self.number + 1, now, why
-        (self.folder / "question").write_text(str(self.number))
+        self.question = f"{self.name} {self.number}"
+        (self.folder / "question").write_text(self.question)
 
-    def wait_for_others(self, tick: float) -> None:
+    def wait_for_others(self) -> None:
         """After the end of rank 0's program: report until the others have ended, too, or are silent."""
         silent = time.time()
-        while time.time() < silent + 3 * tick + 2:
-            time.sleep(tick)
+        while time.time() < silent + 2 * self.every + 2:
+            time.sleep(tick(self.every))
             before = {name: changed for name, (changed, _) in self.records.items()}
             self.look()
             if all(record["ended"] for record in self.read()):

@@ -32,12 +32,13 @@ class Watcher:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.of, self.folder = settings, Path(settings["folder"])
         self.process, self.every = settings["process"], settings["every"]
-        self.tick = min(max(self.every / 6, 0.1), 10.0)
+        self.tick = report.tick(self.every)
         self.name = self.folder / f"rank-{settings['rank']}.json"
         self.stack: list[list[Any]] = []
         self.moves, self.place, self.state, self.used = -1, 0, "", 0.0
         self.since = time.monotonic()
-        self.used_since, self.answered, self.blocked = 0.0, "", False
+        self.used_since, self.answered, self.blocked, self.told = 0.0, "", False, 0.0
+        self.shown: list[list[Any]] = []
 
     def look(self) -> None:
         """Ask the process by signals whether it moves, and where it is."""
@@ -95,13 +96,16 @@ class Watcher:
             text += os.read(self.of["answer"], 1 << 16)
         return json.loads(text) or self.stack
 
-    def tell(self, ended: str = "", *, answers: str = "") -> None:
-        """Write what is known of this rank. answers: the question that the report has asked."""
-        still = time.monotonic() - self.since
+    def tell(self, ended: str = "", *, question: str = "") -> None:
+        """Write what is known of this rank. question: what the report asks now, if it does."""
+        if question and question != self.answered:
+            self.answered, self.shown = question, self.values()
+        self.told = time.monotonic()
+        still = self.told - self.since
         record = {
             "rank": self.of["rank"], "host": socket.gethostname(), "process": self.process, "state": self.state,
             "still": still, "busy": (self.used - self.used_since) / still if still > 1 else 0.0, "ended": ended,
-            "stack": self.values() if answers else self.stack, "answers": answers, "told": time.time(),
+            "stack": self.shown if question else self.stack, "answers": question, "told": time.time(),
         }  # fmt: skip
         part = self.name.with_suffix(".part")
         part.write_text(json.dumps(record))
@@ -118,12 +122,13 @@ class Watcher:
                 self.look()
             except ProcessLookupError:
                 break
-            question = self.folder / "question"
-            answers = question.read_text() if question.exists() else ""
+            asks = self.folder / "question"
+            question = asks.read_text() if asks.exists() else ""
             blocked = time.monotonic() - self.since > self.every / 3 or self.state in "TtD"
-            if blocked or blocked != self.blocked or answers != self.answered:
-                self.tell(answers=answers if answers != self.answered else "")
-                self.answered, self.blocked = answers, blocked
+            late = time.monotonic() - self.told > self.every  # a rank that moves says so now and then
+            if blocked or late or blocked != self.blocked or (question and question != self.answered):
+                self.tell(question=question)
+                self.blocked = blocked
             if self.asked_by_signal():
                 (self.folder / "asked").touch()
             if reporter is not None:
@@ -131,7 +136,7 @@ class Watcher:
         self.state = "X"
         self.tell("has ended" if self.seen()[0] else "is gone: it was killed, or left by os._exit")
         if reporter is not None:
-            reporter.wait_for_others(self.tick)
+            reporter.wait_for_others()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
