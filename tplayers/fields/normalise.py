@@ -8,7 +8,6 @@ many times slower on a host.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -48,7 +47,7 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
         var = squares / points + (mean - total).square() * factor
         comm.all_reduce(var)
         return total, var
-    share = (_share if x.is_cpu else _share.__wrapped__)(mine / points, x.dtype, x.device)
+    share = torch.full((1,), mine / points, dtype=x.dtype, device=x.device)  # not from the host: that would wait
     part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
     ranks = part.new_empty(comm.size, part.numel())
     comm.all_gather(ranks.view(-1), part)
@@ -56,15 +55,6 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     total = (means * shares).sum(0)
     var = squared.sum(0) / points + ((means - total).square() * shares).sum(0)
     return total.view_as(mean), var.view_as(mean)
-
-
-@functools.lru_cache(maxsize=64)
-def _share(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A rank's share of the points: the same in each call of a layer, and kept on the host.
-
-    On a device it is made anew, because a captured graph owns the memory of what was made in it.
-    """
-    return torch.full((1,), value, dtype=dtype, device=device)  # not a copy from the host: that would wait
 
 
 def _squared_deviations(x: Tensor, mean: Tensor, points: int) -> Tensor | None:
