@@ -23,8 +23,8 @@ from typing import Any
 SAMPLE, MOVED = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10
 #: asks for a report
 REPORT = signal.SIGUSR2
-#: shared with the watcher: whether the program is over, how often Python ran the handler, and where it was then
-SEEN = struct.Struct("=BIq")
+#: shared with the watcher: whether the program is over, and how often Python ran the handler
+SEEN = struct.Struct("=BI")
 #: as many letters of a value as a report shows
 LETTERS = 40
 
@@ -51,11 +51,11 @@ def watched(settings: dict[str, Any]) -> None:
     os.ftruncate(moves, SEEN.size)
     seen, number = mmap.mmap(moves, SEEN.size), itertools.count(1)
 
-    def moved(_: int, frame: types.FrameType | None) -> None:
-        SEEN.pack_into(seen, 0, 0, next(number) % 2**32, hash((id(frame), frame and frame.f_lasti)))
+    def moved(*_: object) -> None:
+        SEEN.pack_into(seen, 0, 0, next(number) % 2**32)
 
     def ends() -> None:  # Python takes its handlers away, and a signal must not end the process then
-        SEEN.pack_into(seen, 0, 1, 0, 0)
+        SEEN.pack_into(seen, 0, 1, 0)
         for number in (SAMPLE, MOVED):
             signal.signal(number, signal.SIG_IGN)
 

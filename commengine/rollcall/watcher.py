@@ -35,32 +35,29 @@ class Watcher:
         self.tick = report.tick(self.every)
         self.name = self.folder / f"rank-{settings['rank']}.json"
         self.stack: list[list[Any]] = []
-        self.moves, self.place, self.state, self.used = -1, 0, "", 0.0
+        self.moves, self.state, self.used = -1, "", 0.0
         self.since = time.monotonic()
         self.used_since, self.answered, self.blocked, self.told = 0.0, "", False, 0.0
         self.shown: list[list[Any]] = []
 
     def look(self) -> None:
         """Ask the process by signals whether it moves, and where it is."""
-        before, (self.state, self.used) = self.used, _state(self.process)
-        stack, over, moves, place = self.stack, *self.seen()
+        self.state, self.used = _state(self.process)
+        stack, (over, moves) = self.stack, self.seen()
         if over:
             stack = []
         elif self.state not in "TtD" and _handles(self.process):  # one that is stopped would answer later
             for number in (SAMPLE, MOVED):
                 os.kill(self.process, number)
             time.sleep(ANSWER_SECONDS[0])
-            stack, (over, moves, place) = self._dumped() or stack, self.seen()
-        # A call of Python's own that waits, such as time.sleep, runs handlers, and uses no core.
-        waits = place == self.place and self.used - before < 0.05 * self.tick
-        if stack != self.stack or (moves != self.moves and not waits):
-            self.stack, self.since, self.used_since = stack, time.monotonic(), self.used
-        self.moves, self.place = moves, place
+            stack, (_, moves) = self._dumped() or stack, self.seen()
+        if (moves, stack) != (self.moves, self.stack):
+            self.moves, self.stack, self.since, self.used_since = moves, stack, time.monotonic(), self.used
 
-    def seen(self) -> tuple[int, int, int]:
-        """What the process has written: whether its program is over, and how often and where it was asked."""
-        over, moves, place = SEEN.unpack(os.pread(self.of["moves"], SEEN.size, 0))
-        return over, moves, place
+    def seen(self) -> tuple[int, int]:
+        """What the process has written: whether its program is over, and how often Python has run the handler."""
+        over, moves = SEEN.unpack(os.pread(self.of["moves"], SEEN.size, 0))
+        return over, moves
 
     def _dumped(self) -> list[list[Any]]:
         """The main thread's stack, from the inside out: the last thread of the newest dump."""
