@@ -27,6 +27,8 @@ REPORT = signal.SIGUSR2
 SEEN = struct.Struct("=BI")
 #: as many letters of a value as a report shows
 LETTERS = 40
+#: the innermost frames of a deep recursion, as many as faulthandler dumps
+DEPTH = 100
 
 
 def main() -> None:
@@ -88,7 +90,7 @@ def _answer(questions: int, answers: int, main: int) -> None:
         found = described(frame) if frame else []
         del frame
         try:
-            os.write(answers, json.dumps(found).encode()[:60000] + b"\n")
+            os.write(answers, json.dumps(found).encode() + b"\n")
         except OSError:
             return
 
@@ -96,7 +98,7 @@ def _answer(questions: int, answers: int, main: int) -> None:
 def described(frame: types.FrameType | None) -> list[list[Any]]:
     """The stack from ``frame`` outwards: file, line, function, and what is called there with which values."""
     found: list[list[Any]] = []
-    while frame is not None and frame.f_code.co_filename != __file__:
+    while frame is not None and frame.f_code.co_filename != __file__ and len(found) < DEPTH:
         called = _called(frame) if len(found) < 4 else ""
         found.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, called])
         frame = frame.f_back

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: methods of mpi4py that wait for other ranks, without their capital letters and their I of a call that does not wait
+#: methods of mpi4py and of the engine that wait for other ranks, in small letters; those that do not wait begin with I
 _NAMES = """
     send ssend bsend rsend recv mrecv probe mprobe sendrecv sendrecv_replace wait waitall waitany waitsome test testall
     barrier bcast gather gatherv scatter scatterv allgather allgatherv alltoall alltoallv alltoallw reduce allreduce
@@ -22,7 +22,7 @@ _NAMES = """
     write_at_all all_reduce all_gather all_to_all all_to_all_v all_gather_v broadcast compare
 """
 _MPI = frozenset(_NAMES.split())
-_CALL = re.compile(r"\.(I?)(\w+)\(")
+_CALL = re.compile(r"\.(\w+)\(")
 _PLURAL = {"is": "are", "has": "have", "moves": "move", "waits": "wait", "computes": "compute"}
 #: frames of a stack that are shown
 FRAMES = 6
@@ -36,7 +36,7 @@ def tick(every: float) -> float:
 def mpi_call(stack: Sequence[Sequence[Any]]) -> str:
     """The MPI call that the innermost frames are in, by their source; empty if there is none."""
     for file, line, _, called in stack[:4]:
-        for _, name in _CALL.findall(called or linecache.getline(file, line)):
+        for name in _CALL.findall(called or linecache.getline(file, line)):
             if name.lower() in _MPI:
                 return str(name)
     return ""
@@ -129,14 +129,13 @@ class Reporter:
 
     def __init__(self, settings: dict[str, Any], folder: Path) -> None:
         self.size, self.every, self.folder = settings["size"], settings["every"], folder
-        self.name = os.getpid()  # a folder may have questions of an earlier job
         self.began = time.time()
         limit = settings["limit"]
         if limit is None and os.environ.get("SLURM_JOB_END_TIME", "").isdecimal():
             limit = int(os.environ["SLURM_JOB_END_TIME"]) - self.began
         self.before_limit = self.began + limit - min(self.every, limit / 10) if limit else float("inf")
         self.records: dict[str, tuple[int, dict[str, Any]]] = {}
-        self.number, self.asked_at, self.why, self.again, self.pause = 0, 0.0, "", 0.0, self.every
+        self.asked_at, self.why, self.again, self.pause = 0.0, "", 0.0, self.every
         self.question = ""
 
     def read(self) -> list[dict[str, Any]]:
@@ -179,8 +178,7 @@ class Reporter:
 
     def ask(self, why: str, now: float) -> None:
         """Ask all watchers for the values of calls."""
-        self.number, self.asked_at, self.why = self.number + 1, now, why
-        self.question = f"{self.name} {self.number}"
+        self.asked_at, self.why, self.question = now, why, str(now)
         (self.folder / "question").write_text(self.question)
 
     def wait_for_others(self) -> None:

@@ -61,22 +61,12 @@ class Watcher:
 
     def _dumped(self) -> list[list[Any]]:
         """The main thread's stack, from the inside out: the last thread of the newest dump."""
-        text = os.pread(self.of["stacks"], 1 << 20, 0).decode(errors="replace")
-        os.ftruncate(self.of["stacks"], 0)
-        os.lseek(self.of["stacks"], 0, os.SEEK_SET)
+        text = _taken(self.of["stacks"]).decode(errors="replace")
         last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
         found = [[file, int(line), name, ""] for file, line, name in _FRAME.findall(last)]
         while found and found[-1][0] in (PROGRAM, "<frozen runpy>"):
             found.pop()
         return found
-
-    def asked_by_signal(self) -> bool:
-        """Whether a user has sent the process the signal that asks for a report."""
-        if not os.fstat(self.of["asked"]).st_size:
-            return False
-        os.ftruncate(self.of["asked"], 0)
-        os.lseek(self.of["asked"], 0, os.SEEK_SET)
-        return True
 
     def values(self) -> list[list[Any]]:
         """The stack with the values of its innermost calls, if Python runs there; otherwise as last seen."""
@@ -102,7 +92,7 @@ class Watcher:
         record = {
             "rank": self.of["rank"], "host": socket.gethostname(), "process": self.process, "state": self.state,
             "still": still, "busy": (self.used - self.used_since) / still if still > 1 else 0.0, "ended": ended,
-            "stack": self.shown if question else self.stack, "answers": question, "told": time.time(),
+            "stack": self.shown if question else self.stack, "answers": question,
         }  # fmt: skip
         part = self.name.with_suffix(".part")
         part.write_text(json.dumps(record))
@@ -117,7 +107,7 @@ class Watcher:
         while not select.select([pid], [], [], self.tick)[0]:
             try:
                 self.look()
-            except ProcessLookupError:
+            except (ProcessLookupError, FileNotFoundError):  # it has ended, and so has its folder of /proc
                 break
             asks = self.folder / "question"
             question = asks.read_text() if asks.exists() else ""
@@ -126,15 +116,22 @@ class Watcher:
             if blocked or late or blocked != self.blocked or (question and question != self.answered):
                 self.tell(question=question)
                 self.blocked = blocked
-            if self.asked_by_signal():
+            if _taken(self.of["asked"]):  # a user has sent the process the signal that asks for a report
                 (self.folder / "asked").touch()
             if reporter is not None:
                 reporter.look()
-        self.state = "X"
         self.tell("has ended" if self.seen()[0] else "is gone: it was killed, or left by os._exit")
         if reporter is not None:
             reporter.wait_for_others()
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _taken(file: int) -> bytes:
+    """What the process has written to a file of memory, which is empty then."""
+    found = os.pread(file, 1 << 20, 0)
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    return found
 
 
 def _handles(process: int) -> bool:
@@ -146,10 +143,7 @@ def _handles(process: int) -> bool:
 
 def _state(process: int) -> tuple[str, float]:
     """The kernel's letter for the process (R runs, S sleeps, D is in I/O, T is stopped), and its seconds of a core."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        raise ProcessLookupError(process) from None
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -32,8 +32,8 @@ def watched(ranks, *words):
     return [*job, str(mpirun.JOBS / "diverges.py"), *map(str, words)]
 
 
-def first_report(words, cwd, act=None, seconds=100):
-    """What a job writes until its first report is complete; then the job is stopped. act: called with all so far."""
+def first_report(words, cwd, seconds=100):
+    """What a job writes until its first report is complete; then the job is stopped."""
     job = mpirun.start(words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     found, deadline = "", time.monotonic() + seconds
     try:

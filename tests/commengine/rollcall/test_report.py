@@ -4,7 +4,7 @@ from commengine.rollcall import report
 
 
 def record(rank, stack, **more):
-    usual = {"host": "a", "process": 7, "state": "S", "still": 90.0, "busy": 1.0, "ended": "", "told": 0, "answers": ""}
+    usual = {"host": "a", "process": 7, "state": "S", "still": 90.0, "busy": 1.0, "ended": "", "answers": ""}
     return {"rank": rank, "stack": stack, **usual, **more}
 
 
