@@ -52,7 +52,7 @@ SPARE = max(SHIFTS) * 8  # bytes
 
 
 @dataclass
-class Answers:
+class RankAnswers:
     """What one rank found out about one operation of one transport.
 
     no: by the name of a question, the smallest example that was found of sums that differ. asked: the questions that
@@ -159,19 +159,19 @@ class Sums:
         root = 0 if operation in ROOTED else -1
         return self._transport.refuses(CollectiveCall(operation, self._dtype, "sum", root, self._ranks, 1), False)
 
-    def ask(self, operation: str, *, one_rank_apart: bool) -> Answers:
+    def ask(self, operation: str, *, one_rank_apart: bool) -> RankAnswers:
         """Ask all questions about an operation. Collective.
 
         one_rank_apart: whether the memory of one rank may begin elsewhere than that of the others.
         """
-        answers = Answers(operation, self._rank)
+        answers = RankAnswers(operation, self._rank)
         for question, examples in self._examples(operation, answers, one_rank_apart):
             answers.asked.append(question)
             for example in examples:  # to the end, because all ranks take part
                 answers.no.setdefault(question, example)
         return answers
 
-    def _examples(self, operation: str, answers: Answers, one_rank_apart: bool) -> Iterator[tuple[str, Iterator[str]]]:
+    def _examples(self, operation: str, answers: RankAnswers, apart: bool) -> Iterator[tuple[str, Iterator[str]]]:
         offsets: list[str] = []
         yield "size", self._of_sizes(operation, answers.seen, offsets)
         yield "offset", iter(offsets)
@@ -189,7 +189,7 @@ class Sums:
 
         yield "parts", beside({f"in {parts} calls": self._in_parts(operation, parts) for parts in (2, 3, 7)})
         shifts = {f"{by * self._dtype.itemsize} bytes on": self._shifted(operation, [by] * 2) for by in SHIFTS}
-        if one_rank_apart:
+        if apart:
             shifts |= {f"{by * self._dtype.itemsize} bytes on in rank 1": self._shifted(operation, [0, by])
                        for by in SHIFTS}  # fmt: skip
         yield "address", beside(shifts)
