@@ -152,7 +152,7 @@ def alone(argv: Sequence[str] | None = None) -> int:
             found = job(name, given, {})
             answers += found["answers"]
             libraries[name] = found["library"]
-            if name in JOBS and not given["beside"]:
+            if name in JOBS and not any(one["transport"] == name for one in elsewhere):
                 again = job(name, given, TWO_NODES)
                 elsewhere += again["answers"] if again["nodes"] == 2 else []  # other MPIs do not know the variable
         except UsageError as error:
