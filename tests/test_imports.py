@@ -70,7 +70,7 @@ ROOMS = {
     "bench": (
         {"timing", "command", "clusters"},
         {"transports", "step_study", "prediction"},
-        {"collective_study", "programs", "traces"},
+        {"collective_study", "programs", "traces", "conformance"},
         {"peers", "gpu_study", "checkup", "report_page"},
         {"top"},
         {"study", "emulator"},
