@@ -13,6 +13,7 @@ PROGRAMS = {
     "replay": "run the collectives of a recorded step again, without its compute",
     "predict": "predict a training step on a machine that a file describes, such as this one",
     "doctor": "say on one page what a job has to run on, and what does not fit",
+    "conformance": "ask libraries what the bits of a sum depend on, and operators whether their gradients are right",
     "gpu": "what a GPU does: speed, the cost of all-reduces, overlap, a profile, losses",
     "contest": "prove this project's own figures against other libraries (in the repository only)",
 }

@@ -136,7 +136,7 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
         part, *arguments = arguments[1:]
         module = importlib.import_module(PARTS[part])
     assert hasattr(module, "parser") or hasattr(module, "_parser"), f"python -m {name} has no parser"
-    if name == "bench.contest":
+    if name in ("bench.contest", "bench.conformance"):
         name, *arguments = arguments
         parser = module.parser(name)
     else:

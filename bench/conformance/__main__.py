@@ -37,8 +37,13 @@ def part_of(name: str) -> Any:
     return import_module(f"{__package__}.{name}")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the part that the command line names."""
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         with user_errors(COMMAND):
             parser().parse_args(sys.argv[1:2])
     part_of(sys.argv.pop(1)).start()
+
+
+if __name__ == "__main__":
+    main()

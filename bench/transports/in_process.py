@@ -137,7 +137,12 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: int, meet: Callable[[], object], send: Tensor, recv: Tensor) -> None:
         self._rank, self.meet = rank, meet
+        self._whole = send, recv
         self._buffers = Buffers(send, recv)
+
+    def shift(self, nbytes: int) -> None:
+        """Let the calls that are bound from now on use the two buffers from byte ``nbytes`` on."""
+        self._buffers = Buffers(*(one[nbytes:] for one in self._whole))
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
@@ -166,7 +171,7 @@ class LocalTransport(Transport):
         return start
 
     def close(self) -> None:
-        del self._buffers  # a window is freed with its communicator only if no tensor refers to it
+        del self._buffers, self._whole  # a window is freed with its communicator only if no tensor refers to it
 
 
 def _copy_and(start: Callable[[], Any], send: Tensor, recv: Tensor) -> Any:
@@ -228,7 +233,7 @@ class Shared(Engine):
         if group.size == 1 or spans_nodes(group.mpi):
             raise CollectiveError("needs a group of two ranks or more on one node")
         # A communicator of its own: one that has windows must find out for private tensors whose lie in a window.
-        super().__init__(Communicator(group.mpi, device="cpu"), capacity)
+        super().__init__(Communicator(group.mpi, device="cpu", order=group.order), capacity)
 
     def _memory(self, capacity: int) -> Tensor:
         return self._group.empty((capacity,), torch.uint8).zero_()

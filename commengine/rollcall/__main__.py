@@ -13,7 +13,7 @@ from pathlib import Path
 from commengine.startup.tasks import number_of_tasks, task_number
 
 #: variables by which the steps of a job differ
-_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PBS_JOBID", "LSB_JOBID")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument(
         "--folder", type=Path, metavar="PATH",
-        help="a folder that all hosts share, and no other job uses (default: .rollcall-... in the current folder)",
+        help="a folder that all hosts share, and no other job uses (default: .rollcall-... in the current folder); "
+        "MPICH's mpirun needs it for several programs in one job",
     )  # fmt: skip
     found.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     found.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
@@ -46,7 +47,8 @@ def main() -> None:
         options.error(f"{words.program[0] if words.program else 'the program is missing'}: must be a Python file")
     rest = words.program if words.module is None else [words.module, *words.program]
     tasks = number_of_tasks()
-    key = hashlib.sha256("\0".join([*(os.environ.get(name, "") for name in _JOB), *rest]).encode()).hexdigest()[:8]
+    job = [os.environ[name] for name in _JOB if name in os.environ] or rest  # a job may have several programs
+    key = hashlib.sha256("\0".join(job).encode()).hexdigest()[:8]
     settings = {
         "rank": task_number(),
         "size": tasks[1] if tasks else 1,

@@ -77,7 +77,7 @@ def grouped(records: Sequence[dict[str, Any]], every: float) -> list[list[dict[s
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         does = condition(record, every)
-        place = "" if does.startswith(("ended", "has")) else record["stack"]
+        place = "" if record["ended"] else record["stack"]
         groups.setdefault(json.dumps([does, place]), []).append(record)
 
     def order(group: list[dict[str, Any]]) -> tuple[Any, ...]:

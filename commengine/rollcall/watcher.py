@@ -120,7 +120,7 @@ class Watcher:
                 (self.folder / "asked").touch()
             if reporter is not None:
                 reporter.look()
-        self.tell("has ended" if self.seen()[0] else "is gone: it was killed, or left by os._exit")
+        self.tell("has ended" if self.seen()[0] else "is gone: killed, or left by os._exit")
         if reporter is not None:
             reporter.wait_for_others()
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -11,6 +11,7 @@ from mpi4py import MPI
 kind, odd, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 comm = MPI.COMM_WORLD
 field, large = np.zeros(4), np.zeros(1 << 16)
+gathered = np.zeros((comm.size, 1 << 16))
 
 
 def wander():
@@ -30,12 +31,28 @@ def wander():
         comm.Send(large, (odd + 1) % comm.size)  # nobody receives it
     elif kind == "barrier":
         comm.Barrier()
+    elif kind == "root":
+        comm.Gather(large, gathered, root=odd)  # the others gather on the rank before
+    elif kind == "fifo":
+        os.mkfifo("fifo")
+        with open("fifo"):  # nobody writes
+            pass
+    elif kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "left":
+        os._exit(0)
 
 
 def step(number):
     """Exchange and sum."""
     if kind == "slow":
         time.sleep(0.2 * (comm.rank + 1))
+    elif kind == "uneven":  # the slowest rank takes 2 s
+        end = time.monotonic() + 2 * (comm.rank + number) % comm.size / comm.size
+        while time.monotonic() < end:
+            np.linalg.inv(large[:10_000].reshape(100, 100) + np.eye(100))
+    elif kind == "root" and number == last and comm.rank != odd:
+        comm.Gather(large, gathered, root=(odd - 1) % comm.size)
     elif number == last and comm.rank == odd:
         wander()
         return

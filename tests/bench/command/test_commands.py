@@ -88,7 +88,7 @@ def test_help_needs_no_mpi_no_gpu_and_no_torch_distributed():
     assert list(answers) == COMMANDS
     for command, text in answers.items():
         assert text.startswith(f"usage: python -m bench.{command} "), command
-        assert command in ("gpu", "contest") or "--output FILE" in text, command
+        assert command in ("gpu", "contest", "conformance") or "--output FILE" in text, command
 
 
 @pytest.mark.parametrize("command", ALONE)

@@ -1,15 +1,12 @@
 """Roll call of real jobs: the odd rank of a program that hangs is named first, and a slow one is left alone."""
 
-import os
 import random
 import re
-import select
-import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.commengine.rollcall.drawn import first_report
 from tests.support import mpirun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -30,23 +27,6 @@ SAYS = {
 def watched(ranks, *words):
     job = [mpirun.mpiexec(), "-n", str(ranks), sys.executable, "-m", "commengine.rollcall", "--every", str(EVERY)]
     return [*job, str(mpirun.JOBS / "diverges.py"), *map(str, words)]
-
-
-def first_report(words, cwd, seconds=100):
-    """What a job writes until its first report is complete; then the job is stopped."""
-    job = mpirun.start(words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    found, deadline = "", time.monotonic() + seconds
-    try:
-        while time.monotonic() < deadline:
-            ready = select.select([job.stderr], [], [], 1.0)[0]
-            if ready and not (part := os.read(job.stderr.fileno(), 1 << 16).decode()):
-                break
-            if not ready and "rollcall: " in found:
-                break
-            found += part if ready else ""
-        return found.partition("rollcall: ")[2]
-    finally:
-        mpirun.stop(job)
 
 
 @pytest.mark.parametrize("kind", SAYS)

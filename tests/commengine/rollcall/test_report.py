@@ -26,5 +26,12 @@ def test_of_two_ranks_the_odd_one_is_outside_of_mpi():
     reads = [["x.py", 9, "g", "file.read()"]]
     for records in ([record(0, WAITS), record(1, reads, busy=0.0)], [record(1, WAITS), record(0, reads, busy=0.0)]):
         assert "waits, outside of MPI" in report.text(records, 2, 60, "why").splitlines()[1]
-    killed = [record(0, reads), record(1, WAITS, ended="is gone: it was killed, or left by os._exit")]
+    killed = [record(0, reads), record(1, WAITS, ended="is gone: killed, or left by os._exit")]
     assert "rank 1 (a, process 7) is gone" in report.text(killed, 2, 60, "why").splitlines()[1]
+
+
+def test_ranks_that_are_gone_are_one_group_wherever_they_were():
+    gone = {"ended": "is gone: killed, or left by os._exit"}
+    records = [record(0, WAITS), record(1, WAITS, **gone), record(2, [["x.py", 9, "g", "read()"]], **gone)]
+    found = report.text(records, 3, 60, "why").splitlines()
+    assert len(found) == 4 and "  ranks 1-2 (2) are gone: killed, or left by os._exit" in found
