@@ -25,8 +25,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
@@ -75,6 +73,12 @@ def require_module(name: str) -> None:
         raise UsageError(f"MODULE {name}: there is no such module; {valid}")
 
 
+def told(answer: Answer) -> None:
+    """Print an answer that is not yes, while others are asked."""
+    if answer.answer not in ("yes", "-"):
+        print(f"  {answer.operator}, {answer.check}: {answer.answer}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, and report. Returns the exit status: 1 if a number is wrong, or an operator hangs or crashes."""
     surroundings = environment(COMMAND, argv)
@@ -88,14 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_module(module)
         for module in given.modules:
             for ranks in given.ranks:
-                with tqdm(desc=f"{module} on {ranks}", disable=None, file=sys.stderr, leave=False) as bar:
-                    try:
-                        found += answers(module, ranks, given.checks, given.operators, given.timeout, bar.update)
-                    except UsageError as error:
-                        if len(given.modules) == 1:
-                            raise
-                        problems[module] = str(error)
-                        break
+                print(f"{module} on {ranks} ranks", file=sys.stderr, flush=True)
+                try:
+                    found += answers(module, ranks, given.checks, given.operators, given.timeout, told)
+                except UsageError as error:
+                    if len(given.modules) == 1:
+                        raise
+                    problems[module] = str(error)
+                    break
     lines = [
         *heading("Derivatives of operators that communicate", surroundings),
         *page(found, given.checks, problems),

@@ -105,11 +105,16 @@ def _started(task: dict[str, Any], ranks: int) -> Iterator[_Job]:
 
 
 def answers(
-    module: str, ranks: int, checks: Sequence[str], operators: Sequence[str], seconds: float, done: Callable[[], object]
+    module: str,
+    ranks: int,
+    checks: Sequence[str],
+    operators: Sequence[str],
+    seconds: float,
+    done: Callable[[Answer], object],
 ) -> list[Answer]:
     """The answers of all cells of a module on so many ranks. Raises UsageError if the module cannot be loaded.
 
-    seconds: after which a check counts as one that waits for ever. done: called after each cell.
+    seconds: after which a check counts as one that waits for ever. done: called with each answer.
     """
     found: list[Answer] = []
     cells: list[tuple[str, str]] = []
@@ -124,7 +129,7 @@ def answers(
                 if "answer" in line:
                     found.append(Answer(module, *cells[line["cell"]], ranks, line["answer"], line["example"]))
                     refused = refused or line["answer"] == "refused"
-                    done()
+                    done(found[-1])
             if not cells:
                 raise UsageError(f"{module}: a job on {ranks} ranks said nothing: {job.last_words()}")
             if len(found) == len(cells):
@@ -135,5 +140,5 @@ def answers(
                 example = job.raised() or (job.last_words() if ended else None)
                 answer = "crashes" if ended else "hangs"
                 found.append(Answer(module, *cells[len(found)], ranks, answer, example))
-                done()
+                done(found[-1])
     return found
