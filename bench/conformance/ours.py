@@ -20,7 +20,7 @@ WIDTH = 1  # of halos
 def operators(mpi: Any) -> list[Operator]:
     """All of them, on a communicator of mpi4py. Collective."""
     comm, checked = Communicator(mpi, device="cpu"), Communicator(mpi, device="cpu", checked=True)
-    return [*movements(comm), *on_blocks(checked), *regions(comm)]
+    return [*movements(comm), *on_blocks(checked), *regions(checked)]
 
 
 def movements(comm: Communicator) -> list[Operator]:
@@ -88,7 +88,7 @@ def on_blocks(comm: Communicator) -> list[Operator]:
 
 
 def regions(comm: Communicator) -> list[Operator]:
-    """Those of tensor-parallel layers, where ranks hold one tensor together."""
+    """Those of tensor-parallel layers, where ranks hold one tensor together. comm: checked, as for `on_blocks`."""
 
     def of(function: Callable[..., Tensor], definition: serial.Serial, **more: Any) -> Operator:
         along = {"dim": 0} if "dim" in function.__code__.co_varnames else {}
