@@ -54,6 +54,7 @@ def operators(mpi: Any) -> list[Operator]:
             "scatter", lambda x: nn.scatter(list(serial.parts(x, ranks))), serial.scatter, rows="multiple"
         ),
         Operator("reduce_scatter", reduce_scatter, serial.reduce_scatter, rows="multiple"),
-        Operator("all_to_all", all_to_all, serial.all_to_all, rows="own"),
+        Operator("all_to_all", all_to_all, serial.all_to_all, rows="multiple"),
+        Operator("all_to_all, uneven", all_to_all, serial.all_to_all, rows="own"),
         Operator("all_to_all_single", all_to_all_single, serial.all_to_all, rows="own"),
     ]  # fmt: skip
