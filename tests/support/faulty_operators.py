@@ -41,7 +41,7 @@ def operators(mpi):
 
     def part(g, x, order=1):
         """This rank's rows of the sum. order: -1 takes the sizes of the parts in the reverse order."""
-        start = sum(mpi.allgather(len(x))[::order][:rank])
+        start = min(sum(mpi.allgather(len(x))[::order][:rank]), len(g) - len(x))  # so many rows are there
         return total(g)[start : start + len(x)]
 
     def summed_in_place(g, x):
