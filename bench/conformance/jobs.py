@@ -127,7 +127,8 @@ def answers(
                     raise UsageError(f"{module}: {line['problem']}")
                 cells = [(operator, check) for operator, check in line.get("cells", cells)]
                 if "answer" in line:
-                    found.append(Answer(module, *cells[line["cell"]], ranks, line["answer"], line["example"]))
+                    operator, check = cells[line["cell"]]
+                    found.append(Answer(module, operator, check, ranks, line["answer"], line["example"]))
                     refused = refused or line["answer"] == "refused"
                     done(found[-1])
             if not cells:
@@ -139,6 +140,7 @@ def answers(
                 ended = job.process.poll() is not None
                 example = job.raised() or (job.last_words() if ended else None)
                 answer = "crashes" if ended else "hangs"
-                found.append(Answer(module, *cells[len(found)], ranks, answer, example))
+                operator, check = cells[len(found)]
+                found.append(Answer(module, operator, check, ranks, answer, example))
                 done(found[-1])
     return found

@@ -34,7 +34,7 @@ class Operator:
     """
 
     name: str
-    function: Callable[[Tensor | None], Tensor]
+    function: Callable[..., Tensor]
     serial: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     rows: Rows = "equal"
     linear: bool = True
