@@ -51,7 +51,7 @@ class Case:
         """This rank's output, and its gradient: zeros [0] on a rank without an input, or if nothing arrived."""
         out = self.operator.function(leaf)
         if out.requires_grad:
-            around(out).backward(fitted(weights[self.mpi.rank], out))
+            torch.autograd.backward(around(out), fitted(weights[self.mpi.rank], out))
         return out.detach(), torch.zeros(0) if leaf is None else gradient_of(leaf)
 
     def worst(self, what: str, mine: Tensor, true: Tensor, tolerance: float = TOLERANCE) -> Wrong | None:
@@ -93,7 +93,8 @@ class Case:
 
     def leaf(self) -> Tensor:
         """This rank's input, which requires a gradient."""
-        return self.inputs[self.mpi.rank].requires_grad_()
+        mine: Tensor = self.inputs[self.mpi.rank].requires_grad_()
+        return mine
 
 
 def forward(case: Case) -> Wrong | None:
@@ -166,7 +167,7 @@ def expanded(case: Case) -> Wrong | None:
     leaf = case.leaf()
     out = operator.function(leaf)
     if out.requires_grad:
-        (out.sum() * (1.0 + rank * (not operator.shared_output))).backward()
+        torch.autograd.backward(out.sum() * (1.0 + rank * (not operator.shared_output)))
     return case.worst("gradient", gradient_of(leaf), Truth.of(operator, case.inputs, weights).gradients[rank])
 
 
@@ -192,7 +193,7 @@ def no_cotangent(case: Case) -> Wrong | None:
     true = Truth.of(case.operator, case.inputs, [w * (r not in unused) for r, w in enumerate(weights)])
 
     def around(y: Tensor) -> Tensor:
-        return Unused.apply(y) if case.mpi.rank in unused else y  # type: ignore[no-untyped-call, no-any-return]
+        return Unused.apply(y) if case.mpi.rank in unused else y  # type: ignore[no-untyped-call]
 
     return case.compared(case.leaf(), true, weights, around)
 
@@ -228,7 +229,7 @@ def twice(case: Case) -> Wrong | None:
     weight = case.operator.weights(truth.outputs)[rank]
     for again in (True, False):
         if out.requires_grad:
-            out.backward(fitted(weight, out), retain_graph=again)
+            torch.autograd.backward(out, fitted(weight, out), retain_graph=again)
     return case.worst("gradient of two backwards", gradient_of(leaf), 2 * truth.gradients[rank]) or case.worst(
         "output after the backward", out, truth.outputs[rank]
     )

@@ -24,7 +24,7 @@ def operators(mpi: Any) -> list[Operator]:
     def first(y: Tensor) -> Tensor:
         return y if rank == 0 else y[:0].reshape(0)  # what other ranks have is not defined
 
-    def all_to_all_single(x: Tensor) -> Tensor:
+    def all_to_all_single(x: Tensor) -> Any:
         sent = [len(part) for part in serial.parts(x, ranks)]
         come = mpi.alltoall(sent)
         return nn.all_to_all_single(x.new_empty((sum(come), *x.shape[1:])), x, come, sent)
@@ -34,7 +34,7 @@ def operators(mpi: Any) -> list[Operator]:
         come = [x.new_empty((rows, *x.shape[1:])) for rows in mpi.alltoall([len(part) for part in parts])]
         return torch.cat(nn.all_to_all(come, list(parts)))
 
-    def reduce_scatter(x: Tensor) -> Tensor:
+    def reduce_scatter(x: Tensor) -> Any:
         parts = serial.parts(x, ranks)
         return nn.reduce_scatter(torch.empty_like(parts[rank]), list(parts))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives as untyped
 from torch import Tensor
 
 from bench.conformance import serial
 from bench.conformance.operator import Operator
 from bench.peers.differentiable import gloo
+
+functional: Any = untyped
 
 
 def operators(mpi: Any) -> list[Operator]:
@@ -19,7 +21,8 @@ def operators(mpi: Any) -> list[Operator]:
     ranks, world = mpi.size, dist.group.WORLD
 
     def waited(y: Tensor) -> Tensor:
-        return functional.wait_tensor(y)
+        out: Tensor = functional.wait_tensor(y)
+        return out
 
     def all_to_all_single(x: Tensor) -> Tensor:
         sent = [len(part) for part in serial.parts(x, ranks)]
