@@ -324,7 +324,7 @@ def derivative(value: Tensor, x: Tensor, *, create_graph: bool = False) -> Tenso
     if not value.requires_grad:
         return torch.zeros_like(x)
     (found,) = torch.autograd.grad(value, x, create_graph=create_graph, allow_unused=True)
-    return torch.zeros_like(x) if found is None else found
+    return torch.zeros_like(x) if found is None else found  # type: ignore[redundant-expr]  # allow_unused
 
 
 def sum_of(case: Case, mine: float) -> float:
