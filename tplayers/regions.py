@@ -5,7 +5,8 @@ Each is an autograd Function that is a collective in one direction and its conju
 changes its input, because autograd may share it with other branches. The backward is the region of the other
 direction, so they differentiate any number of times, and in forward mode, too. A second derivative takes what the ranks
 compute with a gradient as these regions take any activation: what is computed of a replicated gradient must be the same
-on all ranks, and what is computed of parts must pass g.
+on all ranks, and what is computed of parts must pass g. ``requires_grad`` must be the same on all ranks, because a rank
+without it has no backward, and the others wait for it; with ``Communicator(..., checked=True)`` the ranks compare it.
 
 =================================================  ====================  =====================
 region                                             forward               backward
@@ -166,6 +167,9 @@ def _apply(region: Region, x: Tensor, comm: Communicator, dim: int) -> Tensor:
         return x
     if torch.compiler.is_compiling():
         return _Compiled.apply(x, comm, dim, region)  # type: ignore[no-untyped-call, no-any-return]
+    if comm.checked:
+        wanted = x.requires_grad and torch.is_grad_enabled()
+        comm.compare(f"a region of {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, requires_grad={wanted}")
     forward, back = region
     return apply_pair(x, lambda one: forward(one, comm, dim), lambda one: back(one, comm, dim))
 

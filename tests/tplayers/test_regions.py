@@ -246,3 +246,14 @@ def test_empty_tensors(group):
         x = torch.zeros(group.size, 0, requires_grad=True)
         region(x, group.comm, 0).sum().backward()
         assert x.grad.shape == x.shape
+
+
+def test_a_checked_group_compares_requires_grad(mpi_world):
+    with commengine.Communicator(mpi_world, device="cpu", checked=True) as comm:
+        x = torch.ones(SHAPE, requires_grad=comm.rank == 0)
+        for region in (tplayers.gather_from_sequence_parallel_region, tplayers.copy_to_tensor_parallel_region):
+            if comm.size == 1:
+                assert region(x, comm) is x
+                continue
+            with pytest.raises(commengine.CollectiveMismatch, match="requires_grad=False"):
+                region(x, comm)
