@@ -1,0 +1,151 @@
+"""Ask the model of the protocol all questions, and see that it makes what the engine's code does: ``make prove``.
+
+Answers are kept in a file, and a second run goes on where the first stopped. The exit status is 1 if a property does
+not hold, a wait or a fence can be left out though nothing says why, a recorded run is rejected, or a mutation is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import traces
+from .checking import HERE, ORDERS, Model, missing
+from .mutations import MUTATIONS
+from .questions import ONLY_WEAK, Question, left_out, properties
+
+PARTS = ("left-out", "traces", "mutations", "properties")
+RUNS, RUNS_OF_THREE, RUNS_OF_A_MUTATION = 900, 100, 12
+#: the last steps of a story that are printed; the file of results has all
+LAST_STEPS = 8
+
+
+class Answers:
+    """Answers in a file; those of another model or another engine are forgotten."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        parts = [*HERE.glob("*.p*"), *(HERE.parent.parent / "commengine").rglob("*.py")]
+        self._of = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(parts))).hexdigest()[:16]
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        self._kept: dict[str, Any] = kept.get("answers", {}) if kept.get("of") == self._of else {}
+
+    def get(self, key: str) -> Any:
+        return self._kept.get(key)
+
+    def add(self, key: str, answer: Any) -> Any:
+        self._kept[key] = answer
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps({"of": self._of, "answers": self._kept}, indent=1))
+        return answer
+
+
+class Asking:
+    """Asks questions of models, each of which is compiled once."""
+
+    def __init__(self, answers: Answers, folder: Path) -> None:
+        self.answers, self._folder = answers, folder
+        self._models: dict[tuple[int, str], Model] = {}
+
+    def ask(self, question: Question, story: bool = False) -> dict[str, Any]:
+        kept = self.answers.get(question.key)
+        if kept is not None:
+            return kept
+        kind = question.ranks, question.order
+        if kind not in self._models:
+            self._models[kind] = Model(self._folder / f"{kind[1]}-{kind[0]}", *kind)
+        model, lines = self._models[kind], list[str]()
+        if story:
+            found, lines = model.counterexample(question.setting)
+        else:
+            found = model.search(question.setting)
+            if found.error is not None:
+                lines = list(model.story(question.setting, found.error))
+        return self.answers.add(question.key, {**found._asdict(), "story": lines})
+
+
+def prove_properties(asking: Asking) -> bool:
+    good = True
+    rows: dict[tuple[int, str, str], list[Any]] = {}
+    for question in properties():
+        answer = asking.ask(question)
+        row = rows.setdefault((question.ranks, question.order, question.words), [0, 0, 0.0, 0])
+        row[:] = row[0] + answer["states"], max(row[1], answer["depth"]), row[2] + answer["seconds"], row[3] + 1
+        if answer["error"] is not None or not answer["whole"]:
+            good = False
+            print(f"NOT PROVEN: {question}", *answer["story"][-LAST_STEPS:], sep="\n  ", flush=True)
+        else:
+            print(f"holds: {question.ranks} ranks, {question.order}, {question.words}, first {question.setting.first}: "
+                  f"{answer['states']:,} states, depth {answer['depth']}, {answer['seconds']:.0f} s", flush=True)  # fmt: skip
+    print("\n| ranks | order | asked | searches | states | depth | seconds |\n|---|---|---|---|---|---|---|")
+    for (ranks, order, words), (states, depth, seconds, searches) in rows.items():
+        print(f"| {ranks} | {order} | {words} | {searches} | {states:,} | {depth} | {seconds:.0f} |")
+    return good
+
+
+def leave_out(asking: Asking) -> bool:
+    good = True
+    for order in reversed(ORDERS):
+        for question in left_out(order):
+            answer = asking.ask(question, story=True)
+            if answer["error"] is None:
+                reason = order == "x86" and question.name in ONLY_WEAK
+                good = good and reason
+                print(f"\n{question.words}, {order}: {'no error: x86 keeps these in order' if reason else 'NO ERROR'}")
+                continue
+            steps = answer["story"]
+            print(f"\n{question.words}, {order}: {len(steps) - 1} steps, of which the last:")
+            print(*steps[-LAST_STEPS - 1 :], sep="\n", flush=True)
+    return good
+
+
+def play(answers: Answers, player: traces.Player, ranks: int, runs: int, mutation: str | None = None) -> list[Any]:
+    """Record runs, and return which of them the model makes: [number, None, or why not]."""
+    key = f"{runs} runs of {ranks} ranks{f', {mutation}' if mutation else ''}"
+    kept = answers.get(key)
+    if kept is None:
+        noted = traces.record(runs, ranks, mutation=mutation)
+        kept = answers.add(key, [list(one) for one in player.rejected(noted)])
+    wrong = [why for _, why in kept if why is not None]
+    print(f"{key}: {len(kept) - len(wrong)} accepted, {len(wrong)} rejected{f', such as: {wrong[0]}' if wrong else ''}",
+          flush=True)  # fmt: skip
+    return wrong
+
+
+def main(given: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.proof", description=__doc__, allow_abbrev=False)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--results", type=Path, default=Path("runs/proof.json"), help="the file of the answers")
+    args = parser.parse_args(given)
+    lacking = missing()
+    if lacking is not None:
+        print(f"tests.proof: skipped: {lacking}")
+        return 0
+    parts, answers, began = args.parts or PARTS, Answers(args.results), time.monotonic()
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        asking = Asking(answers, Path(folder))
+        if "left-out" in parts:
+            good &= leave_out(asking)
+        if "traces" in parts:
+            for ranks, runs in ((2, RUNS), (3, RUNS_OF_THREE)):
+                good &= not play(answers, traces.Player(Path(folder, f"player-{ranks}"), ranks), ranks, runs)
+        if "mutations" in parts:
+            player = traces.Player(Path(folder, "player"), 2)
+            for mutation in MUTATIONS:
+                good &= bool(play(answers, player, 2, RUNS_OF_A_MUTATION, mutation))
+        if "properties" in parts:
+            good &= prove_properties(asking)
+    print(f"\n{'all holds' if good else 'NOT ALL HOLDS'} ({time.monotonic() - began:.0f} s)")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What the model is asked: the properties, and each wait and fence left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .checking import NAMES, NUMBERS, Setting
+
+
+class Question(NamedTuple):
+    """A search. properties: what is asked, in words. name: of what is left out, or empty."""
+
+    words: str
+    ranks: int
+    order: str
+    setting: Setting
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.ranks} {self.order} {' '.join(map(str, self.setting))}"
+
+
+#: the kinds of collectives of 2 and 3 ranks, by their codes: those of two chunks and more have the code of the first
+KINDS = {2: [*range(1, 16), 19, 20, 21], 3: [1, 2, 3, 4, 5, 6, 7, 10, 13, 16, 19, 20, 21]}
+
+#: searches whose words are equal are one line of the table: together they are one search
+_PAIRS = "2 calls of any kinds, up to 3 chunks"
+
+
+def properties() -> Iterator[Question]:
+    """Yield the searches that must find no error."""
+    for order in ("weak", "x86"):
+        for kind in KINDS[2]:
+            yield Question(_PAIRS, 2, order, Setting(first=kind))
+        yield Question("calls that may differ, then any, 1 chunk", 2, order, Setting(differ=1, most_chunks=1))
+        for kind in KINDS[2]:
+            if kind not in (8, 9, 11, 12, 14, 15):
+                yield Question("a rank may die, 1 chunk", 2, order, Setting(first=kind, most_chunks=1, death=1))
+        yield Question("memory is made, or not", 2, order, Setting(first=7, next=7, most_chunks=1, creation=1))
+    for kind in KINDS[2]:
+        if kind not in (8, 9, 11, 12, 14, 15, 19):
+            yield Question("3 equal calls, 1 chunk", 2, "weak", Setting(first=kind, next=kind, calls=3, most_chunks=1))
+    for kind in KINDS[3]:
+        yield Question("2 equal calls, 1 chunk", 3, "x86", Setting(first=kind, next=kind, most_chunks=1))
+    yield Question("memory is made, or not", 3, "x86", Setting(first=7, next=7, calls=1, most_chunks=1, creation=1))
+    for kind in (7, 10, 21):
+        yield Question("2 equal calls, 1 chunk", 3, "weak", Setting(first=kind, next=kind, most_chunks=1))
+
+
+#: the collective in which a wait or a fence stands; all_reduce in a window else
+_WHERE = {
+    "SLOTS_BEGIN": "SLOTS", "FILLED_POST": "SLOTS", "FILLED_WAIT": "SLOTS", "POST_FENCE": "SLOTS",
+    "REDUCED_POST": "SLOTS_TWICE", "REDUCED_WAIT": "SLOTS_TWICE", "REDUCE_SCATTER_END": "REDUCE_SCATTER",
+    "ALL_GATHER_END": "ALL_GATHER", "GATHER_INTO_END": "GATHER_INTO", "BROADCAST_END": "BROADCAST",
+    "BEGIN_UNEVEN_MEET": "ALL_TO_ALL_V", "ALL_TO_ALL_V_BEGIN": "ALL_TO_ALL_V", "ALL_TO_ALL_V_END": "ALL_TO_ALL_V",
+    "ALL_TO_ALL_V_PEERS_END": "ALL_TO_ALL_V", "MEET_UNLESS_MEET": "ALL_GATHER_V", "ALL_GATHER_V_BEGIN": "ALL_GATHER_V",
+    "ALL_GATHER_V_END": "ALL_GATHER_V",
+}  # fmt: skip
+_THREE_CHUNKS = ("FILLED_POST", "FILLED_WAIT", "POST_FENCE")
+
+#: the fences that x86 does not need. Their lock stays: other processors need them (`weak`), and on x86 a copy may use
+#: stores that go past the caches and leave in any order
+ONLY_WEAK = ("MEET_FENCE", "POST_FENCE", "AWAIT_FENCE")
+
+
+def left_out(order: str) -> Iterator[Question]:
+    """Yield the searches that must find an error, on 2 ranks."""
+    for name, number in NAMES.items():
+        kind = NUMBERS[_WHERE.get(name, "ALL_REDUCE")] + 2 * (name in _THREE_CHUNKS)
+        setting = Setting(number, kind, kind)
+        if name == "ROUTES_BEGIN":
+            setting = Setting(number, calls=1, differ=1)
+        elif name.endswith("AGREES"):
+            setting = Setting(number, NUMBERS["SLOTS"], NUMBERS["SLOTS"], creation=1)
+        yield Question(f"without {name}", 2, order, setting, name)
