@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -22,20 +23,25 @@ from .mutations import MUTATIONS
 from .questions import ONLY_WEAK, Question, left_out, properties
 
 PARTS = ("left-out", "traces", "mutations", "properties")
-RUNS, RUNS_OF_THREE, RUNS_OF_A_MUTATION = 900, 100, 12
+RUNS, RUNS_OF_THREE, RUNS_OF_A_MUTATION = 900, 100, 24
 #: the last steps of a story that are printed; the file of results has all
 LAST_STEPS = 8
 
 
+def _digest(*files: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
+
+
 class Answers:
-    """Answers in a file; those of another model or another engine are forgotten."""
+    """Answers in a file, each with the digest of what it depends on; those that depend on other files are forgotten."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        parts = [*HERE.glob("*.p*"), *(HERE.parent.parent / "commengine").rglob("*.py")]
-        self._of = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(parts))).hexdigest()[:16]
+        model, engine = HERE.glob("*.pml"), (HERE.parent.parent / "commengine").rglob("*.py")
+        self.model = _digest(*model)
+        self.engine = _digest(*HERE.glob("*.p*"), *engine)
         kept = json.loads(file.read_text()) if file.exists() else {}
-        self._kept: dict[str, Any] = kept.get("answers", {}) if kept.get("of") == self._of else {}
+        self._kept = {key: one for key, one in kept.items() if key.split()[0] in (self.model, self.engine)}
 
     def get(self, key: str) -> Any:
         return self._kept.get(key)
@@ -43,7 +49,7 @@ class Answers:
     def add(self, key: str, answer: Any) -> Any:
         self._kept[key] = answer
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps({"of": self._of, "answers": self._kept}, indent=1))
+        self._file.write_text(json.dumps(self._kept, indent=1))
         return answer
 
 
@@ -55,7 +61,8 @@ class Asking:
         self._models: dict[tuple[int, str], Model] = {}
 
     def ask(self, question: Question, story: bool = False) -> dict[str, Any]:
-        kept = self.answers.get(question.key)
+        key = f"{self.answers.model} {question.key}"
+        kept = self.answers.get(key)
         if kept is not None:
             return kept
         kind = question.ranks, question.order
@@ -68,25 +75,22 @@ class Asking:
             found = model.search(question.setting)
             if found.error is not None:
                 lines = list(model.story(question.setting, found.error))
-        return self.answers.add(question.key, {**found._asdict(), "story": lines})
+        return self.answers.add(key, {**found._asdict(), "story": lines})
 
 
 def prove_properties(asking: Asking) -> bool:
     good = True
-    rows: dict[tuple[int, str, str], list[Any]] = {}
-    for question in properties():
-        answer = asking.ask(question)
-        row = rows.setdefault((question.ranks, question.order, question.words), [0, 0, 0.0, 0])
-        row[:] = row[0] + answer["states"], max(row[1], answer["depth"]), row[2] + answer["seconds"], row[3] + 1
-        if answer["error"] is not None or not answer["whole"]:
-            good = False
-            print(f"NOT PROVEN: {question}", *answer["story"][-LAST_STEPS:], sep="\n  ", flush=True)
-        else:
-            print(f"holds: {question.ranks} ranks, {question.order}, {question.words}, first {question.setting.first}: "
-                  f"{answer['states']:,} states, depth {answer['depth']}, {answer['seconds']:.0f} s", flush=True)  # fmt: skip
     print("\n| ranks | order | asked | searches | states | depth | seconds |\n|---|---|---|---|---|---|---|")
-    for (ranks, order, words), (states, depth, seconds, searches) in rows.items():
-        print(f"| {ranks} | {order} | {words} | {searches} | {states:,} | {depth} | {seconds:.0f} |")
+    for (ranks, order, words), parts in itertools.groupby(properties(), lambda one: (one.ranks, one.order, one.words)):
+        searches, states, depth, seconds = 0, 0, 0, 0.0
+        for question in parts:
+            answer = asking.ask(question)
+            searches, states, seconds = searches + 1, states + answer["states"], seconds + answer["seconds"]
+            depth = max(depth, answer["depth"])
+            if answer["error"] is not None or not answer["whole"]:
+                good = False
+                print(f"NOT PROVEN: {question}", *answer["story"][-LAST_STEPS:], sep="\n  ", flush=True)
+        print(f"| {ranks} | {order} | {words} | {searches} | {states:,} | {depth} | {seconds:.0f} |", flush=True)
     return good
 
 
@@ -109,10 +113,10 @@ def leave_out(asking: Asking) -> bool:
 def play(answers: Answers, player: traces.Player, ranks: int, runs: int, mutation: str | None = None) -> list[Any]:
     """Record runs, and return which of them the model makes: [number, None, or why not]."""
     key = f"{runs} runs of {ranks} ranks{f', {mutation}' if mutation else ''}"
-    kept = answers.get(key)
+    kept = answers.get(f"{answers.engine} {key}")
     if kept is None:
         noted = traces.record(runs, ranks, mutation=mutation)
-        kept = answers.add(key, [list(one) for one in player.rejected(noted)])
+        kept = answers.add(f"{answers.engine} {key}", [list(one) for one in player.rejected(noted)])
     wrong = [why for _, why in kept if why is not None]
     print(f"{key}: {len(kept) - len(wrong)} accepted, {len(wrong)} rejected{f', such as: {wrong[0]}' if wrong else ''}",
           flush=True)  # fmt: skip

@@ -61,5 +61,14 @@ def mutate(name: str) -> None:
     if code.count(old) != 1:
         raise ValueError(f"{name}: {function.__qualname__} has not one {old!r}")
     space: dict[str, Any] = {}
-    exec(compile(code.replace(old, new), inspect.getfile(function), "exec", __import__("__future__").annotations.compiler_flag), function.__globals__, space)  # noqa: E501
+    exec(
+        compile(
+            code.replace(old, new),
+            inspect.getfile(function),
+            "exec",
+            __import__("__future__").annotations.compiler_flag,
+        ),
+        function.__globals__,
+        space,
+    )
     function.__code__ = space[function.__name__].__code__  # type: ignore[attr-defined]

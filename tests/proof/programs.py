@@ -25,7 +25,7 @@ class Call:
 
 @dataclass
 class Program:
-    """The calls of all ranks. slots: whether private tensors go through slots; else they are compared, and go by MPI."""
+    """The calls of all ranks. slots: whether private tensors go through slots; else they go by MPI."""
 
     ranks: int
     slots: bool

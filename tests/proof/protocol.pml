@@ -232,3 +232,4 @@ inline write_rows() {
 }
 
 #include "collectives.pml"
+#include "ranks.pml"

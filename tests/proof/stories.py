@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: the cell of a fence that stands between stores
+FENCE = 255
+
 #: what a rank asks for, by its code in protocol.pml
 CALLS = {
     1: "all_reduce in a window", 2: "reduce_scatter in a window", 3: "all_gather from a window",
@@ -24,32 +27,31 @@ _WRONG = {
     "named": "the file has lost its name before all ranks have opened it",
     "/4": "a rank has read numbers of rows of another call",
     "value==": "the rank has read data of another call",
-    "late": "the rank has read data of another call",
     "invalid end state": "nobody can go on: a rank waits for what nobody will write",
 }
 
 
-def cell(owner: int, number: int) -> str:
+def _cell(owner: int, number: int) -> str:
     name = _CELLS[number] if number < len(_CELLS) else f"window, row {number - len(_CELLS)}"
     return f"{name} of rank {owner}"
 
 
 def told(rank: int, what: int, owner: int, number: int, value: int) -> str:
-    if number == 255:
-        what = 3
+    """Return an event of the model in words: the arguments are those of SAY in memory.pml."""
+    cell = _cell(owner, number)
     did = {
-        1: f"writes {cell(owner, min(number, 30))} = {value}",
-        2: f"reads {cell(owner, min(number, 30))} = {value}",
+        1: f"writes {cell} = {value}",
+        2: f"reads {cell} = {value}",
         3: "fence",
-        4: f"fills {cell(owner, min(number, 30))}",
-        5: f"takes what the others filled in slot {number - 8}",
-        6: f"its store is seen: {cell(owner, min(number, 30))} = {value}",
+        4: f"fills {cell}",
+        5: f"takes what is in {cell} on the others",
+        6: f"the others can see {cell} = {value}",
         7: f"calls {CALLS.get(value, value)}",
-        8: f"gives up the wait for {cell(owner, min(number, 30))}",
-    }[what]
-    return f"rank {rank} · {did}"
+        8: f"gives up the wait for {cell}",
+    }
+    return f"rank {rank} · {did[3 if number == FENCE else what]}"
 
 
 def wrong(error: str) -> str:
-    return "wrong: " + next((said for part, said in _WRONG.items() if part in error.replace(" ", "")
-                             or part in error), error)
+    """Return what the assertion that failed says."""
+    return next((said for part, said in _WRONG.items() if part in error.replace(" ", "") or part in error), error)

@@ -13,8 +13,8 @@ from typing import Any
 from tests.support import mpirun
 
 from .checking import NUMBERS, Model, Setting
-from .stories import told
 from .programs import ALL_GATHER_V, ALL_TO_ALL_V, IN_SLOT, PEER, PRIVATE, WINDOW, Call, Program, drawn
+from .stories import told
 
 WRITES, READS, FENCES, FILLS, TAKES = range(1, 6)
 ROUND, ASKED, TOLD, FILLED, REDUCED, UNFIT, SLOT = (
