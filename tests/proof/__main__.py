@@ -39,7 +39,8 @@ class Answers:
         self._file = file
         model, engine = HERE.glob("*.pml"), (HERE.parent.parent / "commengine").rglob("*.py")
         self.model = _digest(*model)
-        self.engine = _digest(*HERE.glob("*.p*"), *engine)
+        recorded = [HERE / f"{name}.py" for name in ("recording", "programs", "traces", "mutations")]
+        self.engine = _digest(*recorded, *HERE.glob("*.pml"), *engine)
         kept = json.loads(file.read_text()) if file.exists() else {}
         self._kept = {key: one for key, one in kept.items() if key.split()[0] in (self.model, self.engine)}
 

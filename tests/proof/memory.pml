@@ -11,6 +11,7 @@
 byte memory[RANKS * CELLS];
 typedef Stores { byte count; byte at[LONGEST]; byte value[LONGEST] };
 Stores stored[RANKS];
+bool waiting[RANKS], over[RANKS]; /* with DEATH: a rank waits; its time is over */
 #ifdef ORDER_WEAK
 typedef View { byte value[RANKS * CELLS] };
 View seen[RANKS];
@@ -96,17 +97,19 @@ inline read(owner, cell, number) {
 #define read(owner, cell, expected) look(owner, cell, expected)
 #endif
 
-/* A load that is repeated until it finds the value, or more. Its time may run out. */
+/* A load that is repeated until it finds the value, or more. With DEATH its time may run out at any moment. */
 inline wait(word, wanted) {
+    waiting[me] = DEATH;
     if
     :: memory[AT(other, word)] >= wanted ->
+        waiting[me] = false;
 #ifdef ORDER_WEAK
         seen[me].value[AT(other, word)] = memory[AT(other, word)];
 #endif
         value = memory[AT(other, word)];
         NOTE(READS, other, word, value);
         value = 0
-    :: DEATH -> SAY(me, LOSES, other, word, wanted); goto lost
+    :: over[me] -> SAY(me, LOSES, other, word, wanted); goto lost
     fi
 }
 
@@ -197,6 +200,7 @@ end:
 #endif
         leave()
        }
+    :: waiting[me] && !over[me] -> over[me] = true
 #ifdef ORDER_WEAK
     :: atomic {
         late[me].count > 0 ->

@@ -39,7 +39,7 @@ def drawn(seed: int, number: int, ranks: int) -> Program:
     calls = []
     for _ in range(chance.randint(2, 4)):
         private = [*(TWICE if ranks > 2 else SLOTS), *SLOTS, *ROOTS] if slots else [COMPARED] * 4
-        code = chance.choice([*WINDOWS, *private, *[ALL_TO_ALL_V] * 5, *[ALL_GATHER_V] * 2])
+        code = chance.choice([*WINDOWS, *WINDOWS, *private, *[ALL_TO_ALL_V] * 5, *[ALL_GATHER_V] * 2])
         among = [WINDOW, IN_SLOT, PEER] if slots else [WINDOW, PRIVATE]
         few = among if code == ALL_TO_ALL_V else [WINDOW, WINDOW, PRIVATE]
         places = [chance.choice(few) for _ in range(ranks)]
