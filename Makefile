@@ -1,5 +1,5 @@
-# make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | rivals | lint | docs |
-# clean.
+# make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | prove | rivals | lint |
+# docs | clean.
 # Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
@@ -61,7 +61,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm rivals lint format docs install clean
+.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm prove rivals lint format docs install \
+	clean
 .DELETE_ON_ERROR:
 
 # Any NP works. Two ranks hold a replica of the model, or one rank if NP is odd. The files' steps have 16 samples, which
@@ -182,6 +183,12 @@ test-cupy: $(CUPY:%=.venv/cupy-%)
 test-slurm: $(STAMP)
 	$(BIN)/python -m tests.support.lab.slurm
 	$(BIN)/python tests/run --slurm $(ARGS)
+
+# The protocol of shared memory, model-checked by SPIN (Debian's spin): an hour on two cores, and it goes on where it
+# stopped. See docs/proof.md.
+prove: $(STAMP)
+	$(WRITABLE)
+	$(BIN)/python -m tests.proof $(ARGS)
 
 # The environments of bench.contest rivals: other MPIs, oneCCL and DeepSpeed. 2 minutes, 1 GB.
 rivals: $(STAMP)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -35,7 +36,7 @@ def wander():
         comm.Gather(large, gathered, root=odd)  # the others gather on the rank before
     elif kind == "fifo":
         os.mkfifo("fifo")
-        with open("fifo"):  # nobody writes
+        with Path("fifo").open():  # nobody writes
             pass
     elif kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
