@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -55,9 +56,12 @@ def run_on_ranks(
 def run_alone(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main()`` of a command outside MPI, and exit the process with its status.
 
+    A command that is terminated (SIGTERM) unwinds, so that the jobs that it started end with it.
+
     The status is 1, without a traceback, if the reader of standard output went away (``| head``), as the documentation
     of Python's signal module advises.
     """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = main()
         sys.stdout.flush()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -150,13 +150,15 @@ def alone(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: asked", file=sys.stderr, flush=True)
         try:
             found = job(name, given, {})
-            answers += found["answers"]
-            libraries[name] = found["library"]
-            if name in JOBS and not any(one["transport"] == name for one in elsewhere):
-                again = job(name, given, TWO_NODES)
-                elsewhere += again["answers"] if again["nodes"] == 2 else []  # other MPIs do not know the variable
         except UsageError as error:
             problems[name] = str(error)
+            continue
+        answers += found["answers"]
+        libraries[name] = found["library"]
+        if name in JOBS and not any(one["transport"] == name for one in elsewhere):
+            with suppress(UsageError):  # shared memory ends at the node
+                again = job(name, given, TWO_NODES)
+                elsewhere += again["answers"] if again["nodes"] == 2 else []  # other MPIs do not know the variable
     lines = heading("What the bits of a sum depend on", surroundings)
     lines += [f"- libraries: {', '.join(f'{name}: {one}' for name, one in libraries.items())}"]
     text = "\n".join([*lines, *page(answers, problems, given["ranks"], beside=elsewhere), ""])

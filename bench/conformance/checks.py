@@ -32,7 +32,7 @@ class Wrong:
 
 
 @dataclass(frozen=True)
-class Case:
+class GradientCase:
     """An operator with inputs of a size. mpi: the communicator of the test itself, of mpi4py."""
 
     operator: Operator
@@ -97,7 +97,7 @@ class Case:
         return mine
 
 
-def forward(case: Case) -> Wrong | None:
+def forward(case: GradientCase) -> Wrong | None:
     """The output is that of the serial definition, and the input is left as it is."""
     x, rank = case.inputs[case.mpi.rank], case.mpi.rank
     kept = x.clone()
@@ -107,7 +107,7 @@ def forward(case: Case) -> Wrong | None:
     return case.worst("output", out, true) or case.worst("input after the call", x, kept, 0.0)
 
 
-def dot_product(case: Case) -> Wrong | None:
+def dot_product(case: GradientCase) -> Wrong | None:
     """<A x, w> = <x, A* w> over all ranks, with A* as autograd computes it."""
     operator, rank = case.operator, case.mpi.rank
     truth = Truth.of(operator, case.inputs)
@@ -119,13 +119,13 @@ def dot_product(case: Case) -> Wrong | None:
     return case.worst("<x, A* w>, which must be <A x, w>", torch.tensor(right), torch.tensor(left))
 
 
-def gradient(case: Case) -> Wrong | None:
+def gradient(case: GradientCase) -> Wrong | None:
     """The gradient is that of the serial definition, where the ranks weigh their outputs differently."""
     truth = Truth.of(case.operator, case.inputs)
     return case.compared(case.leaf(), truth, case.operator.weights(truth.outputs))
 
 
-def grad_check(case: Case) -> Wrong | None:
+def grad_check(case: GradientCase) -> Wrong | None:
     """The gradient is that of finite differences of the operator itself, by each element of each rank's input."""
     operator, rank = case.operator, case.mpi.rank
     weights = operator.weights(Truth.of(operator, case.inputs).outputs)
@@ -148,7 +148,7 @@ def grad_check(case: Case) -> Wrong | None:
     return case.worst("gradient", found, true, DIFFERENCE_TOLERANCE)
 
 
-def strided(case: Case) -> Wrong | None:
+def strided(case: GradientCase) -> Wrong | None:
     """Input and cotangent are not contiguous: with gaps in memory, and transposed."""
     truth = Truth.of(case.operator, case.inputs)
     for layout in (with_gaps, transposed):
@@ -159,7 +159,7 @@ def strided(case: Case) -> Wrong | None:
     return None
 
 
-def expanded(case: Case) -> Wrong | None:
+def expanded(case: GradientCase) -> Wrong | None:
     """The cotangent has stride 0, as that of ``out.sum()`` has. It is another number on each rank."""
     operator, rank = case.operator, case.mpi.rank
     outputs = Truth.of(operator, case.inputs).outputs
@@ -171,21 +171,21 @@ def expanded(case: Case) -> Wrong | None:
     return case.worst("gradient", gradient_of(leaf), Truth.of(operator, case.inputs, weights).gradients[rank])
 
 
-def no_grad(case: Case) -> Wrong | None:
+def no_grad(case: GradientCase) -> Wrong | None:
     """The last rank's input requires no gradient. The others' gradients are the same as with it."""
     truth = Truth.of(case.operator, case.inputs)
     leaf = case.leaf().requires_grad_(case.mpi.rank != case.mpi.size - 1)
     return case.compared(leaf, truth, case.operator.weights(truth.outputs))
 
 
-def no_input(case: Case) -> Wrong | None:
+def no_input(case: GradientCase) -> Wrong | None:
     """The ranks without an input give None."""
     truth = Truth.of(case.operator, case.inputs)
     leaf = case.leaf() if case.mpi.rank == case.operator.root else None
     return case.compared(leaf, truth, case.operator.weights(truth.outputs))
 
 
-def no_cotangent(case: Case) -> Wrong | None:
+def no_cotangent(case: GradientCase) -> Wrong | None:
     """The last rank does not use its output: its backward gets None, which stands for zeros."""
     outputs = Truth.of(case.operator, case.inputs).outputs
     weights = case.operator.weights(outputs)
@@ -210,7 +210,7 @@ class Unused(torch.autograd.Function):
         return None
 
 
-def second(case: Case) -> Wrong | None:
+def second(case: GradientCase) -> Wrong | None:
     """The derivative of a penalty on the gradient is that of the serial definition."""
     operator, rank = case.operator, case.mpi.rank
     truth = Truth.twice(operator, case.inputs)
@@ -221,7 +221,7 @@ def second(case: Case) -> Wrong | None:
     return case.worst("second derivative", derivative(penalty(operator, found, rank), leaf), truth.gradients[rank])
 
 
-def twice(case: Case) -> Wrong | None:
+def twice(case: GradientCase) -> Wrong | None:
     """A second backward of one graph adds the same gradient again."""
     truth, rank = Truth.of(case.operator, case.inputs), case.mpi.rank
     leaf = case.leaf()
@@ -235,7 +235,7 @@ def twice(case: Case) -> Wrong | None:
     )
 
 
-def repeated(case: Case) -> Wrong | None:
+def repeated(case: GradientCase) -> Wrong | None:
     """The same call gives the same bits."""
     weights = case.operator.weights(Truth.of(case.operator, case.inputs).outputs)
     first = case.differentiated(case.leaf(), weights)
@@ -251,37 +251,37 @@ def repeated(case: Case) -> Wrong | None:
     return None
 
 
-def uneven(case: Case) -> Wrong | None:
+def uneven(case: GradientCase) -> Wrong | None:
     """Forward and gradient, where the ranks' parts differ in their numbers of rows."""
     return forward(case) or gradient(case)
 
 
-def no_rows(case: Case) -> Wrong | None:
+def no_rows(case: GradientCase) -> Wrong | None:
     """Forward and gradient, where the last rank has a part without rows, or all have none."""
     return forward(case) or gradient(case)
 
 
 #: by name, in the order of the columns
-CHECKS: dict[str, Callable[[Case], Wrong | None]] = {
+CHECKS: dict[str, Callable[[GradientCase], Wrong | None]] = {
     "forward": forward, "dot product": dot_product, "gradient": gradient, "gradcheck": grad_check, "uneven": uneven,
     "no rows": no_rows, "strided": strided, "expanded": expanded, "no grad": no_grad, "no input": no_input,
     "no cotangent": no_cotangent, "second": second, "twice": twice, "repeated": repeated,
 }  # fmt: skip
 
 
-def cases(operator: Operator, check: str, mpi: Any) -> Iterator[Case]:
+def cases(operator: Operator, check: str, mpi: Any) -> Iterator[GradientCase]:
     """The inputs for a check, the smallest first; none where the check does not apply."""
     ranks, kind = mpi.size, operator.rows
     applies = {
         "dot product": operator.linear,
         "uneven": kind in ("own", "parts") and ranks > 1,
-        "no grad": ranks > 1 and operator.root is None and not operator.shared_input,
+        "no grad": ranks > 1 and operator.root is None and not (operator.shared_input or operator.together),
         "no input": ranks > 1 and operator.root is not None,
     }
     if not applies.get(check, True):
         return
     whole = ranks if kind in ("multiple", "parts") else 1
-    case = Case(operator, mpi, (whole,) * ranks, 1)
+    case = GradientCase(operator, mpi, (whole,) * ranks, 1)
     if check == "uneven":
         own = tuple(rank + 1 for rank in range(ranks))
         yield replace(case, rows=own if kind == "own" else (2 * ranks - 1,) * ranks)
@@ -327,7 +327,7 @@ def derivative(value: Tensor, x: Tensor, *, create_graph: bool = False) -> Tenso
     return torch.zeros_like(x) if found is None else found  # type: ignore[redundant-expr]  # allow_unused
 
 
-def sum_of(case: Case, mine: float) -> float:
+def sum_of(case: GradientCase, mine: float) -> float:
     """The sum of the ranks' numbers. Collective."""
     return float(sum(case.mpi.allgather(mine)))
 

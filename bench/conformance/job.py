@@ -51,7 +51,7 @@ def main() -> None:
             return
         cells = [(operator, check) for operator in operators for check in task["checks"]]
         say(cells=[(operator.name, check) for operator, check in cells])
-        exchange, refused = Exchange(MPI.COMM_WORLD), False
+        exchange, refused = Gathering(MPI.COMM_WORLD), False
         for number in range(task["first"], len(cells)):
             say(begin=number)
             answer = of_cell(*cells[number], exchange, say)
@@ -83,39 +83,39 @@ def load(name: str) -> ModuleType:
     return module
 
 
-class Refused(Exception):
+class RefusedByOperator(Exception):
     """A rank raised an error; every rank gets it at its next exchange."""
 
 
-class Exchange:
+class Gathering:
     """The communicator of the checks: an exchange of values, or of the error of a rank that could not go on."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi, self.rank, self.size = mpi, int(mpi.rank), int(mpi.size)
 
     def allgather(self, value: Any, problem: str = "") -> list[Any]:
-        """The values of all ranks. Raises Refused on every rank if one tells a problem. Collective."""
+        """The values of all ranks. Raises RefusedByOperator on every rank if one tells a problem. Collective."""
         every = self._mpi.allgather((value, problem))
         for rank, (_, told) in enumerate(every):
             if told:
-                raise Refused(f"rank {rank}: {told}")
+                raise RefusedByOperator(f"rank {rank}: {told}")
         return [value for value, _ in every]
 
 
-def of_cell(operator: Operator, check: str, exchange: Exchange, say: Callable[..., None]) -> dict[str, Any]:
+def of_cell(operator: Operator, check: str, exchange: Gathering, say: Callable[..., None]) -> dict[str, Any]:
     """The answer of a cell; "refused" if a rank raised an error. Collective."""
     try:
         try:
             answer, wrong = ask(operator, check, exchange)
             return {"answer": answer, "example": wrong and asdict(wrong)}
-        except Refused:
+        except RefusedByOperator:
             raise
         except Exception as error:
             problem = one_line(f"{type(error).__name__}: {error}", 300)
             say(raised=problem)
             exchange.allgather(None, problem)
             raise
-    except Refused as refused:
+    except RefusedByOperator as refused:
         return {"answer": "refused", "example": str(refused)}
 
 

@@ -29,7 +29,8 @@ class Operator:
     rows: how many rows the ranks' inputs may have (`Rows`). linear: whether the dot-product test applies. root: the
     only rank that has an input; ``function`` gets None on the others in the check "no input", else a tensor [0,
     columns]. shared_input: all ranks hold one input, and each one's gradient is the whole gradient of it.
-    shared_output: all ranks hold one output, which counts once in the loss. Without these, what is differentiated is
+    shared_output: all ranks hold one output, which counts once in the loss. together: the inputs of all ranks require a
+    gradient, or none does: the check "no grad" is left out. Without these, what is differentiated is
     the sum of the ranks' losses, each of the rank's own output.
     """
 
@@ -41,6 +42,7 @@ class Operator:
     root: int | None = None
     shared_input: bool = False
     shared_output: bool = False
+    together: bool = False
 
     def inputs(self, rows: Sequence[int], columns: int) -> list[Tensor]:
         """Random inputs of all ranks; ``rows`` by rank."""

@@ -117,7 +117,9 @@ def _called(frame: types.FrameType) -> str:
         call = ast.parse("".join(lines).strip(), mode="eval").body
         if not isinstance(call, ast.Call):
             return ""
-        given = [("", one) for one in call.args] + [(f"{one.arg}=", one.value) for one in call.keywords]
+        given = [("", one) for one in call.args] + [
+            (f"{one.arg}=" if one.arg else "**", one.value) for one in call.keywords
+        ]
         return f"{ast.unparse(call.func)}({', '.join(name + _shown(one, frame) for name, one in given)})"
     except Exception:  # a report lacks the values then
         return ""

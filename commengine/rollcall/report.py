@@ -24,6 +24,8 @@ _NAMES = """
 _MPI = frozenset(_NAMES.split())
 _CALL = re.compile(r"\.(\w+)\(")
 _PLURAL = {"is": "are", "has": "have", "moves": "move", "waits": "wait", "computes": "compute"}
+#: an older file is that of a job that was killed: the ranks of one job start within so many seconds
+STARTED = 60.0
 #: frames of a stack that are shown
 FRAMES = 6
 
@@ -144,6 +146,8 @@ class Reporter:
             if entry.name.startswith("rank-") and entry.name.endswith(".json"):
                 try:
                     changed = entry.stat().st_mtime_ns
+                    if changed < (self.began - STARTED) * 1e9:
+                        continue
                     if self.records.get(entry.name, (0,))[0] != changed:
                         self.records[entry.name] = changed, json.loads(Path(entry.path).read_text())
                 except (OSError, ValueError):  # it is replaced just now

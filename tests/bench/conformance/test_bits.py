@@ -2,7 +2,13 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +63,16 @@ class Planted(LocalTransport):
     @staticmethod
     def _in_turn(rows):
         return sum(rows[1:], rows[0])
+
+
+def wait_until(holds, seconds):
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):  # a process that ends just now
+            if holds():
+                return
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 def of_index(flat):
@@ -162,3 +178,23 @@ def test_a_job_asks_its_own_mpi(tmp_path):
     words = ["--transports", "mpi4py", "engine-tree", "--operations", "reduce", "--max-bytes", "1K"]
     done = mpirun.run(3, "-m", "bench.conformance", "bits", *words, timeout=120)
     assert done.returncode == 0 and "| engine-tree | yes | yes | yes | yes | yes | no | yes | - | - |" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_command_that_is_terminated_ends_its_jobs():
+    """As the launcher of a batch system, or the program ``timeout``, ends it."""
+    mark = "--max-bytes=3999k"
+
+    def jobs():
+        lines = [path.read_bytes().replace(b"\0", b" ").decode() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        return [line for line in lines if "--max-bytes 3999k" in line]
+
+    words = [sys.executable, "-m", "bench.conformance", "bits", "--transports", "mpi4py", mark]
+    command = mpirun.start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(jobs, 60)
+        os.kill(command.pid, signal.SIGTERM)
+        assert command.wait(30) == 128 + signal.SIGTERM
+        wait_until(lambda: not jobs(), 30)
+    finally:
+        mpirun.stop(command)
