@@ -100,13 +100,18 @@ def named(job: dict[str, object], report: str) -> bool:
     return bool(mine) and (mine[0] == 0 or (tie and mine[0] < len(alone)))
 
 
-def main() -> int:
-    """Draw, and print a line for each job. Returns the exit status."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--hang", type=int, default=50, help="programs that hang (default: 50)")
     options.add_argument("--slow", type=int, default=20, help="programs that are only slow (default: 20)")
     options.add_argument("--keep", type=Path, default=Path("runs/rollcall.json"), help="the file of results")
-    given = options.parse_args()
+    return options
+
+
+def main() -> int:
+    """Draw, and print a line for each job. Returns the exit status."""
+    given = parser().parse_args()
     results = json.loads(given.keep.read_text()) if given.keep.exists() else {}
     mpi = "MPICH" if is_mpich() else "Open MPI"
     for slow, number in [(False, n) for n in range(given.hang)] + [(True, n) for n in range(given.slow)]:
