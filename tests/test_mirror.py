@@ -158,7 +158,7 @@ def test_files_that_the_distribution_of_tests_names_exist() -> None:
 
 
 def test_a_folder_of_tests_mirrors_one_of_the_packages() -> None:
-    own = {"support", "jobs", "lab"}
+    own = {"support", "jobs", "lab", "proof"}
     for folder in {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}:
         assert folder.parts[:1] in [(), *((name,) for name in own)] or (ROOT / folder).is_dir(), f"tests/{folder}"
 

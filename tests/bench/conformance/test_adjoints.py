@@ -11,7 +11,7 @@ from bench.conformance.checks import CHECKS
 from bench.conformance.jobs import Answer
 from tests.support import mpirun
 
-FAULTY = "tests/support/faulty_operators.py"
+FAULTY = "tests/jobs/faulty_operators.py"
 #: by faulty operator, checks that find it
 FOUND_BY = {
     "no reduce": "gradient", "factor of size": "gradient", "wrong neighbour": "gradient",
