@@ -117,7 +117,7 @@ def in_job(world: Communicator) -> int:
     }  # fmt: skip
 
     def told() -> int:
-        tables = page(result["answers"], problems, world.size, beside=given["before"])
+        tables = page(asked, problems, given, world.size, beside=given["before"])
         text = "\n".join([*heading("What the bits of a sum depend on", surroundings), *tables, ""])
         publish(text, result, output=given["output"], json_file=given["json"])
         return 0
@@ -161,7 +161,7 @@ def alone(argv: Sequence[str] | None = None) -> int:
                 elsewhere += again["answers"] if again["nodes"] == 2 else []  # other MPIs do not know the variable
     lines = heading("What the bits of a sum depend on", surroundings)
     lines += [f"- libraries: {', '.join(f'{name}: {one}' for name, one in libraries.items())}"]
-    text = "\n".join([*lines, *page(answers, problems, given["ranks"], beside=elsewhere), ""])
+    text = "\n".join([*lines, *page(answers, problems, given, given["ranks"], beside=elsewhere), ""])
     result = surroundings | {"ranks": given["ranks"], "libraries": libraries, "answers": answers, "problems": problems}
     publish(text, result, output=given["output"], json_file=given["json"])
     return 0

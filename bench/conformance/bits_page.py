@@ -8,12 +8,25 @@ from typing import Any
 
 from bench.conformance.sums import BETWEEN, QUESTIONS
 
+#: whom a row asks, where its name does not say it
+WHOM = (
+    "mpi4py: over the MPI of the environment; engine: private tensors of commengine; shared: tensors of its "
+    "`Communicator.empty`, in shared memory; with -rank and -tree: `Communicator(..., order=)`"
+)
+
 
 def page(
-    answers: Sequence[Mapping[str, Any]], problems: Mapping[str, str], ranks: int, beside: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """The tables, and an example of each no. beside: the answers of the same transports on other nodes."""
-    lines = [f"- {ranks} ranks; numbers whose sums differ between the usual orders of additions", ""]
+    answers: Sequence[Mapping[str, Any]], problems: Mapping[str, str], given: Mapping[str, Any], ranks: int,
+    beside: Sequence[Mapping[str, Any]],
+) -> list[str]:  # fmt: skip
+    """The tables, and an example of each no. given: the options. beside: the same transports' answers on other nodes."""
+    lines = [
+        f"- {ranks} ranks, {given['dtype']}, messages (of a reduce_scatter, the part of a rank) of up to "
+        f"{given['max_bytes']}; numbers with other sums in each usual order of additions",
+        "- yes: no difference was found; no: there is an example of it below; -: not asked",
+        f"- {WHOM}",
+        "",
+    ]
     lines += ["| column | yes means |", "|---|---|", *(f"| {name} | {text} |" for name, text in names().items()), ""]
     examples = []
     for operation in dict.fromkeys(one["operation"] for one in answers):
