@@ -19,7 +19,10 @@ def page(
     answers: Sequence[Mapping[str, Any]], problems: Mapping[str, str], given: Mapping[str, Any], ranks: int,
     beside: Sequence[Mapping[str, Any]],
 ) -> list[str]:  # fmt: skip
-    """The tables, and an example of each no. given: the options. beside: the same transports' answers on other nodes."""
+    """The tables, and an example of each no.
+
+    given: the options. beside: the answers of the same transports on other nodes.
+    """
     lines = [
         f"- {ranks} ranks, {given['dtype']}, messages (of a reduce_scatter, the part of a rank) of up to "
         f"{given['max_bytes']}; numbers with other sums in each usual order of additions",
