@@ -184,7 +184,7 @@ test-slurm: $(STAMP)
 	$(BIN)/python -m tests.support.lab.slurm
 	$(BIN)/python tests/run --slurm $(ARGS)
 
-# The protocol of shared memory, model-checked by SPIN (Debian's spin): an hour on two cores, and it goes on where it
+# The protocol of shared memory, model-checked by SPIN (Debian's spin). It takes about half an hour, and goes on where it
 # stopped. See docs/proof.md.
 prove: $(STAMP)
 	$(WRITABLE)
