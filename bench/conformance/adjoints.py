@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -113,5 +112,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start() -> NoReturn:
     """Run the command."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the running job, too
     run_alone(main)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,9 +31,9 @@ from bench.command.parser import new_parser
 from bench.command.start import run_alone, run_on_ranks, user_errors
 from bench.command.values import size_of
 from bench.conformance.bits_page import page
-from bench.conformance.sums import DTYPES, OPERATIONS, Sums, ask
+from bench.conformance.sums import FLOATS, OPERATIONS, Sums, ask
 from bench.timing.starting import neighbours
-from bench.transports.environments import environment_of, launcher
+from bench.transports.environments import environment_of, free_port, launcher
 from bench.transports.in_process import LOCAL, LocalTransport
 from commengine import CollectiveError, Communicator, UsageError
 from commengine.mpi import load_mpi
@@ -73,7 +72,7 @@ def parser() -> OneLineParser:
     options.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="of what")
     options.add_argument("--ranks", type=int, valid=between(3, 64), default=4,
                          help="of the jobs that it starts; two operands have one sum only")  # fmt: skip
-    options.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the elements")
+    options.add_argument("--dtype", choices=list(FLOATS), default="float32", help="of the elements")
     options.add_argument("--max-bytes", default="4M", help="of the largest message")
     options.add_argument("--beside", metavar="FILE",
                          help="the --json of the same transports on another number of nodes")  # fmt: skip
@@ -83,7 +82,7 @@ def parser() -> OneLineParser:
 
 def most_of(given: Mapping[str, Any]) -> int:
     """The elements of the largest message. Raises ValueError for a size that is none."""
-    return max(64, size_of("--max-bytes", given["max_bytes"]) // DTYPES[given["dtype"]].itemsize)
+    return max(64, size_of("--max-bytes", given["max_bytes"]) // FLOATS[given["dtype"]].itemsize)
 
 
 def in_job(world: Communicator) -> int:
@@ -99,7 +98,7 @@ def in_job(world: Communicator) -> int:
 
     nodes = len({one[0] for one in neighbours(world.mpi)})
     given = on_rank_zero(world, read)
-    dtype = DTYPES[given["dtype"]]
+    dtype = FLOATS[given["dtype"]]
     asked, problems = [], {}
     most, operations = given["most"], given["operations"]
     for name in given["transports"]:
@@ -201,13 +200,6 @@ def job(name: str, given: Mapping[str, Any], variables: Mapping[str, str]) -> di
         if result["problems"]:
             raise UsageError(next(iter(result["problems"].values())))
     return result | {"answers": [one | {"transport": name} for one in result["answers"]]}
-
-
-def free_port() -> str:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def before(file: str | None, nodes: int) -> list[dict[str, Any]]:

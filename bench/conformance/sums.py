@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from bench.transports.in_process import LocalCall, LocalTransport
-from bench.transports.operations import IN_PLACE, ROOTED, CollectiveCall
+from bench.transports.operations import DTYPES, IN_PLACE, ROOTED, CollectiveCall
 
 PERIOD = 61  # elements; a prime, so that no block of an algorithm has the same length
 OPERATIONS = ("all_reduce", "reduce", "reduce_scatter")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: by the name of each thing that a call may differ in: when a program relies on it

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bench.conformance.sums import DTYPES, Sums, ask
+from bench.conformance.sums import FLOATS, Sums, ask
 from bench.peers.calls.collectives import Distributed
 from commengine.startup.tasks import number_of_tasks, task_number
 
@@ -24,8 +24,8 @@ def main() -> None:
     backend, dtype, most, folder, *operations = sys.argv[1:]
     rank, ranks = task_number(), (number_of_tasks() or ("", 1))[1]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    transport = Distributed(backend, Sums.capacity(ranks, DTYPES[dtype], int(most)))
-    found = ask(transport, rank, ranks, DTYPES[dtype], int(most), operations)
+    transport = Distributed(backend, Sums.capacity(ranks, FLOATS[dtype], int(most)))
+    found = ask(transport, rank, ranks, FLOATS[dtype], int(most), operations)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

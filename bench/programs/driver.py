@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from bench.programs.serving import SOCKET
 from bench.timing.turns import take_turns
-from bench.transports.environments import end, launcher
+from bench.transports.environments import end, free_port, launcher
 
 START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 120.0
@@ -65,12 +65,6 @@ class Contestant:
         return [*launcher(sys.executable, self.ranks), *python] if self.mpi else python
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 class Running:
     """A started contestant: its processes, a connection to each rank, and all that they have reported."""
 
@@ -98,7 +92,7 @@ class Running:
         shared = {**os.environ, **contestant.env, SOCKET: str(path)}
         environments = [shared]
         if not contestant.mpi:
-            shared |= {"WORLD_SIZE": str(contestant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            shared |= {"WORLD_SIZE": str(contestant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             environments = [shared | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(contestant.ranks)]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self._log.open("wb") as log:
             listener.bind(str(path))

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import site
+import socket
 import subprocess
 import sys
 import venv
@@ -76,6 +77,13 @@ def launcher(python: str, ranks: int) -> list[str]:
     """The words that start so many ranks: by the launcher beside ``python``, where wheels put it, or that on PATH."""
     beside = Path(python).with_name("mpiexec")
     return [str(beside) if beside.exists() else "mpiexec", "-n", str(ranks)]
+
+
+def free_port() -> str:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def end(process: subprocess.Popen[bytes], send: Callable[[int], object], patience: float) -> None:
