@@ -73,9 +73,11 @@ class KnownCalls:
         """
         try:
             dtype, into, given = output.dtype, output.shape, input.shape
-            row = into[1:]
+            row = into[1:] if len(into) > 1 else ()  # a slice of a torch.Size takes as long as three other looks
             form = self._forms.get((name, dtype, row))
-            if form is None or not into or not given or input.dtype is not dtype or given[1:] != row:
+            if form is None or not into or input.dtype is not dtype or len(given) != len(into):
+                return False
+            if row and given[1:] != row:
                 return False
             if not (output.is_cpu and input.is_cpu):
                 return False

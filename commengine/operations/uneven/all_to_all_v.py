@@ -157,7 +157,7 @@ def _unfit(counts: list[int], output_rows: Received, output: Tensor) -> str | No
     """Return why the rows that come are not those of this rank's call, or None; fill a list that waits for them."""
     if isinstance(output_rows, Counts):
         output_rows += counts
-        return None if sum(counts) <= output.shape[0] else too_many(counts, output)
+        return too_many(counts, output)
     if tuple(counts) == output_rows:
         return None
     peer = next(peer for peer, count in enumerate(counts) if count != output_rows[peer])

@@ -70,9 +70,10 @@ def row_bytes_of(tensor: Tensor) -> int:
 
 def too_many(counts: Sequence[int], output: Tensor) -> str | None:
     """Return why ``output`` cannot hold the rows that come, or None."""
-    if sum(counts) <= output.shape[0]:
+    come = sum(counts)
+    if come <= output.shape[0]:
         return None
-    return f"{sum(counts)} rows come ({list(counts)}), and output is {list(output.shape)}"
+    return f"{come} rows come ({list(counts)}), and output is {list(output.shape)}"
 
 
 def in_place_of(output: Tensor, counts: Sequence[int]) -> Tensor:
