@@ -87,12 +87,12 @@ def with_tie(ctx: Any, *outputs: Tensor, saved: Sequence[Tensor | None] = ()) ->
     empty = _EMPTY.get(like.dtype) if like.is_cpu else None
     tie = like.new_empty(0) if empty is None else empty.detach()
     ctx.set_materialize_grads(False)  # torch would make zeros for the tie in each backward
-    _keep(ctx, outputs, *saved, tie)
+    _keep(ctx, len(outputs), *saved, tie)
     return *outputs, tie
 
 
-def _keep(ctx: Any, outputs: Sequence[Tensor], *saved: Tensor | None) -> None:
-    ctx.likes = [(out.shape, out.dtype, out.device) for out in outputs]
+def _keep(ctx: Any, outputs: int, *saved: Tensor | None) -> None:
+    ctx.outputs = outputs
     ctx.save_for_backward(*saved)
     if in_forward_mode():
         ctx.save_for_forward(*saved)
@@ -103,9 +103,11 @@ def zeros_for_none(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def filled(ctx: Any, *grads: Tensor | None) -> Any:
-        for place, (shape, dtype, device) in enumerate(ctx.likes):
-            if grads[place] is None:
-                grads = *grads[:place], torch.zeros(shape, dtype=dtype, device=device), *grads[place + 1 :]
+        for place, grad in enumerate(grads[: ctx.outputs]):
+            if grad is None:
+                like = ctx._input_metadata[place]
+                zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+                grads = *grads[:place], zeros, *grads[place + 1 :]
         return backward(ctx, *grads)
 
     return filled
@@ -182,7 +184,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.operators, ctx.shape = inputs[2:], inputs[0].shape
-        _keep(ctx, output[:1], output[1])
+        _keep(ctx, 1, output[1])
 
     backward, jvp = _Linear.backward, _Linear.jvp
 

@@ -225,11 +225,11 @@ class Products:
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient of an output in the form in which the methods below take it: [n, out]."""
-        return grad.reshape(-1, grad.shape[-1])
+        return _rows_of(grad)
 
     def outputs(self, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Tensor, ...]:
         """The output of each layer, for x [..., in]."""
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(map(F.linear, [x] * len(weights), weights, biases))
 
     def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """The gradient of x [n, in], from those of the outputs of all layers."""
@@ -240,11 +240,16 @@ class Products:
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of a weight."""
-        return grad.t() @ x
+        return torch.mm(grad.t(), x)
 
     def of_bias(self, grad: Tensor) -> Tensor:
         """The gradient of a bias."""
         return grad.sum(dim=0)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """``x`` [..., n] as rows [rows, n]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a small tensor takes 1 us
 
 
 def column_parallel_products(
@@ -253,14 +258,16 @@ def column_parallel_products(
     """`column_parallel_linear` for several layers, by these ``products``. layers: the weight and the bias of each."""
     x, *tensors = lowered(x, *layers)
     x = x.contiguous() if split else x  # here, where autograd sees it
-    return _ColumnParallelLinears.apply(x, comm, split, stream, products, *tensors)[:-1]  # type: ignore[no-untyped-call, no-any-return]
+    how = comm, split, stream, products
+    return _ColumnParallelLinears.apply(x, how, *tensors)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _plain_columns(ctx: Any) -> PlainForm | None:
-    if type(ctx.products) is not Products:
+    comm, split, _, products = ctx.how
+    if type(products) is not Products:
         return None
     x, *weights, tie = ctx.saved_tensors
-    comm, enter = ctx.comm, gather_from_sequence_parallel_region if ctx.split else copy_to_tensor_parallel_region
+    enter = gather_from_sequence_parallel_region if split else copy_to_tensor_parallel_region
     # A gradient does not depend on the values of a bias.
     biases = [one.new_zeros(len(one)) if given else None for one, given in zip(weights, ctx.with_bias, strict=True)]
     layers = [one for layer in zip(weights, biases, strict=True) for one in layer]
@@ -271,7 +278,7 @@ def _plain_columns(ctx: Any) -> PlainForm | None:
             F.linear(whole, next(tensors), next(tensors) if with_bias else None) for with_bias in ctx.with_bias
         )
 
-    return plain, [x, None, None, None, None, *layers], tie
+    return plain, [x, None, *layers], tie
 
 
 class _ColumnParallelLinears(torch.autograd.Function):
@@ -279,14 +286,11 @@ class _ColumnParallelLinears(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        comm: Communicator,
-        split: bool,
-        stream: Stream | None,
-        products: Products,
+        how: tuple[Communicator, bool, Stream | None, Products],
         *layers: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights, biases = layers[::2], layers[1::2]
-        ctx.comm, ctx.split, ctx.stream, ctx.products = comm, split, stream, products
+        (comm, split, _, products), weights, biases = how, layers[::2], layers[1::2]
+        ctx.how = how
         ctx.with_bias = [bias is not None for bias in biases]
         outputs = products.outputs(all_gathered(x, comm)[0] if split else x, weights, biases)
         return with_tie(ctx, *outputs, saved=(x, *weights))
@@ -296,24 +300,25 @@ class _ColumnParallelLinears(torch.autograd.Function):
     @differentiable(_plain_columns)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights, _ = ctx.saved_tensors
-        comm, stream, products = ctx.comm, ctx.stream, ctx.products
-        need_x, need_layers = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        comm, split, stream, products = ctx.how
+        need_x, _, *need_layers = ctx.needs_input_grad
         grad_x = gathering = reducing = None
-        rows, whole = [products.rows(grad) for grad in grads[:-1]], x
-        if ctx.split and any(need_layers[::2]):
+        rows, whole = list(map(products.rows, grads[:-1])), x
+        if split and any(need_layers[::2]):
             whole, gathering = all_gathered(x, comm, stream, after=rows)
         if need_x:
-            lead = comm.size * x.shape[0] if ctx.split else x.shape[0]
-            total = products.of_input(rows, weights).view(lead, *x.shape[1:])
+            total = products.of_input(rows, weights)
+            if x.dim() != 2:
+                total = total.view(comm.size * x.shape[0] if split else x.shape[0], *x.shape[1:])
             # In place: nothing else holds this product.
-            grad_x, reducing = reduced_rows(total, comm, ctx.split, stream, after=(whole,))
+            grad_x, reducing = reduced_rows(total, comm, split, stream, after=(whole,))
         found: list[Tensor | None] = []
         for mine, need_weight, need_bias in zip(rows, need_layers[::2], need_layers[1::2], strict=True):
             if need_weight and gathering is not None:
                 gathering.wait()
                 gathering = None
-            found.append(products.of_weight(mine, whole.reshape(-1, x.shape[-1])) if need_weight else None)
+            found.append(products.of_weight(mine, _rows_of(whole)) if need_weight else None)
             found.append(products.of_bias(mine) if need_bias else None)
         if reducing is not None:
             reducing.wait()
-        return grad_x, None, None, None, None, *found
+        return grad_x, None, *found

@@ -326,7 +326,7 @@ def sum_together(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce(flat)
-    sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+    sums = flat.split_with_sizes([tensor.numel() for tensor in tensors])
     return [total.view(one.shape) for total, one in zip(sums, tensors, strict=True)]
 
 

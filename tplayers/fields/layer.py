@@ -226,7 +226,7 @@ def replicated(comm: Communicator, *parameters: Tensor) -> tuple[Tensor, ...]:
     further derivative of a bias leads, by the gradient of the weight, to the layer's input on every rank: of a linear
     loss, the gradient of the bias itself does not depend on it.
     """
-    if comm.size == 1 or not parameters:
+    if comm.size == 1 or not parameters or not followed():
         return parameters
     return apply_or(functools.partial(_plain_replicated, comm, parameters), _Replicated, comm, *parameters)  # type: ignore[no-any-return]
 
@@ -241,6 +241,13 @@ def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor
     found = function(torch.cat([one.reshape(-1) for one in tensors]))
     parts = torch.split(found, [one.numel() for one in tensors])
     return tuple(part.view(one.shape) for part, one in zip(parts, tensors, strict=True))
+
+
+def sums_over_ranks(comm: Communicator, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the sums of a layer's gradients over ``comm``, by one all-reduce; None for those that are not wanted."""
+    wanted = [grad for grad in grads if grad is not None]
+    sums = iter(sum_together(wanted, comm) if wanted else ())
+    return tuple(None if grad is None else next(sums) for grad in grads)
 
 
 def _total(comm: Communicator, x: Tensor) -> Tensor:
@@ -269,6 +276,7 @@ class _Replicated(torch.autograd.Function):
         if followed() and not torch.compiler.is_compiling():
             total = functools.partial(summed_over_ranks, ctx.comm, tie=end_of(*ctx.saved_tensors))
             return None, *_side_by_side(total, grads)
-        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
-        sums = iter(sum_together(needed, ctx.comm))
-        return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[1:]
+        return None, *sums_over_ranks(
+            ctx.comm, *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
+        )

@@ -51,9 +51,9 @@ def moments(x: Tensor, dims: tuple[int, ...], comm: Communicator, points: int) -
     part = torch.cat([mean.reshape(-1), squares.reshape(-1), share])
     ranks = part.new_empty(comm.size, part.numel())
     comm.all_gather(ranks.view(-1), part)
-    means, squared, shares = torch.split(ranks, [mean.numel(), mean.numel(), 1], dim=1)
+    means, squared, shares = ranks.split_with_sizes([mean.numel(), mean.numel(), 1], 1)
     total = (means * shares).sum(0)
-    var = squared.sum(0) / points + ((means - total).square() * shares).sum(0)
+    var = (means - total).square_().mul_(shares).add_(squared, alpha=1 / points).sum(0)
     return total.view_as(mean), var.view_as(mean)
 
 

@@ -168,7 +168,7 @@ class Messages:
             sizes = [lead.numel() * math.prod(piece.shape) for piece in pieces]
             buffer = like.new_empty(sum(sizes))
             incoming.append((buffer, peer))
-            for piece, flat in zip(pieces, torch.split(buffer, sizes), strict=True):
+            for piece, flat in zip(pieces, buffer.split_with_sizes(sizes), strict=True):
                 self._parts.append((piece, flat.view(*lead, *piece.shape)))
         with comm.coalesce(stream=stream):
             for buffer, peer in outgoing:
@@ -193,7 +193,7 @@ def _packed(parts: list[Tensor], own: bool) -> Tensor:
         return parts[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
     sizes = [part.numel() for part in parts]
     buffer = parts[0].new_empty(sum(sizes))
-    for part, flat in zip(parts, torch.split(buffer, sizes), strict=True):
+    for part, flat in zip(parts, buffer.split_with_sizes(sizes), strict=True):
         flat.view(part.shape).copy_(part)
     return buffer
 
