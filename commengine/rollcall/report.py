@@ -12,16 +12,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: methods of mpi4py and of the engine that wait for other ranks, in small letters; those that do not wait begin with I
-_NAMES = """
-    send ssend bsend rsend recv mrecv probe mprobe sendrecv sendrecv_replace wait waitall waitany waitsome test testall
-    barrier bcast gather gatherv scatter scatterv allgather allgatherv alltoall alltoallv alltoallw reduce allreduce
-    reduce_scatter reduce_scatter_block scan exscan neighbor_allgather neighbor_alltoall split split_type dup
-    create_cart create_intercomm create create_group merge spawn connect accept disconnect free finalize init
-    init_thread fence lock lock_all unlock unlock_all flush post start complete open read_all write_all read_at_all
-    write_at_all all_reduce all_gather all_to_all all_to_all_v all_gather_v broadcast compare
+#: methods of mpi4py and of the engine that wait for other ranks; those that do not wait begin with I
+_SMALL = """
+    send ssend bsend rsend recv mrecv probe mprobe sendrecv wait waitall waitany waitsome test testall barrier bcast
+    gather scatter allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall
+    all_reduce all_gather all_to_all all_to_all_v all_gather_v broadcast compare
 """
-_MPI = frozenset(_NAMES.split())
+#: those of mpi4py that only begin with a capital: in small letters they are methods of files, sockets and strings
+_CAPITAL = """
+    sendrecv_replace gatherv scatterv allgatherv alltoallv alltoallw neighbor_allgatherv neighbor_alltoallv
+    neighbor_alltoallw reduce_scatter reduce_scatter_block split split_type dup create_cart create_intercomm create
+    create_group merge spawn connect accept disconnect free finalize init init_thread fence lock lock_all unlock
+    unlock_all flush flush_all post start complete open read_all write_all read_at_all write_at_all
+"""
+_MPI = frozenset([*_SMALL.split(), *(name.capitalize() for name in (_SMALL + _CAPITAL).split())])
 _CALL = re.compile(r"\.(\w+)\(")
 _PLURAL = {"is": "are", "has": "have", "moves": "move", "waits": "wait", "computes": "compute"}
 #: an older file is that of a job that was killed: the ranks of one job start within so many seconds
@@ -39,7 +43,7 @@ def mpi_call(stack: Sequence[Sequence[Any]]) -> str:
     """The MPI call that the innermost frames are in, by their source; empty if there is none."""
     for file, line, _, called in stack[:4]:
         for name in _CALL.findall(called or linecache.getline(file, line)):
-            if name.lower() in _MPI:
+            if name in _MPI:
                 return str(name)
     return ""
 

@@ -1,5 +1,7 @@
 """The report of a roll call, from records."""
 
+import pytest
+
 from commengine.rollcall import report
 
 
@@ -22,10 +24,16 @@ def test_the_report_of_many_ranks_has_a_group_for_each_place():
     assert found[-1].startswith("  ranks 900-901 not seen")
 
 
-def test_of_two_ranks_the_odd_one_is_outside_of_mpi():
-    reads = [["x.py", 9, "g", "file.read()"]]
+@pytest.mark.parametrize("call", ["file.read()", "Path('fifo').open()", "it.accept()", "words.split()", "lock.post()"])
+def test_of_two_ranks_the_odd_one_is_outside_of_mpi(call):
+    """Files, sockets and strings have methods of names that MPI's have, too, with a capital."""
+    reads = [["x.py", 9, "g", call]]
     for records in ([record(0, WAITS), record(1, reads, busy=0.0)], [record(1, WAITS), record(0, reads, busy=0.0)]):
         assert "waits, outside of MPI" in report.text(records, 2, 60, "why").splitlines()[1]
+
+
+def test_of_two_ranks_the_odd_one_is_the_one_that_is_gone():
+    reads = [["x.py", 9, "g", "file.read()"]]
     killed = [record(0, reads), record(1, WAITS, ended="is gone: killed, or left by os._exit")]
     assert "rank 1 (a, process 7) is gone" in report.text(killed, 2, 60, "why").splitlines()[1]
 
