@@ -16,18 +16,21 @@ from typing import Any
 _SMALL = """
     send ssend bsend rsend recv mrecv probe mprobe sendrecv wait waitall waitany waitsome test testall barrier bcast
     gather scatter allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall
-    all_reduce all_gather all_to_all all_to_all_v all_gather_v broadcast compare
+    all_reduce all_gather all_to_all all_to_all_v all_gather_v reduce_scatter broadcast exchange_rows exchange_counts
+    compare
 """
 #: those of mpi4py that only begin with a capital: in small letters they are methods of files, sockets and strings
 _CAPITAL = """
     sendrecv_replace gatherv scatterv allgatherv alltoallv alltoallw neighbor_allgatherv neighbor_alltoallv
-    neighbor_alltoallw reduce_scatter reduce_scatter_block split split_type dup create_cart create_intercomm create
+    neighbor_alltoallw reduce_scatter_block split split_type dup create_cart create_intercomm create
     create_group merge spawn connect accept disconnect free finalize init init_thread fence lock lock_all unlock
     unlock_all flush flush_all post start complete open read_all write_all read_at_all write_at_all
 """
 _MPI = frozenset([*_SMALL.split(), *(name.capitalize() for name in (_SMALL + _CAPITAL).split())])
 _CALL = re.compile(r"\.(\w+)\(")
 _PLURAL = {"is": "are", "has": "have", "moves": "move", "waits": "wait", "computes": "compute"}
+#: the files of the engine
+_ENGINE = str(Path(__file__).resolve().parent.parent) + os.sep
 #: an older file is that of a job that was killed: the ranks of one job start within so many seconds
 STARTED = 60.0
 #: frames of a stack that are shown
@@ -40,8 +43,12 @@ def tick(every: float) -> float:
 
 
 def mpi_call(stack: Sequence[Sequence[Any]]) -> str:
-    """The MPI call that the innermost frames are in, by their source; empty if there is none."""
-    for file, line, _, called in stack[:4]:
+    """The MPI call that the innermost frames are in, by their source; empty if there is none.
+
+    Those of the engine do not count: a collective of its has up to six.
+    """
+    inside = next((n for n, frame in enumerate(stack) if not str(frame[0]).startswith(_ENGINE)), len(stack))
+    for file, line, _, called in stack[: inside + 4]:
         for name in _CALL.findall(called or linecache.getline(file, line)):
             if name in _MPI:
                 return str(name)

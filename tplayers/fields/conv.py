@@ -108,7 +108,7 @@ class FieldConv(_Convolution):
         self.check(x)
         if not self._halo.apart or torch.is_autocast_enabled(x.device.type):
             return self._together(x)
-        apart = (ConvolveApart, x, self.weight, self.bias, self._halo, self.overlap_stream)
+        apart = (ConvolveApart, x, *self.summed_parameters(), self._halo, self.overlap_stream)
         return apply_or(lambda: (self._together(x),), *apart)[0]  # type: ignore[no-any-return]
 
     def _together(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from tplayers.movement.plan import BlockPart
 from tplayers.movement.transfer import Messages, folded, new_block, unfolded
 
 from .geometry import Sliding, Span
-from .layer import LocalInput, replicated, sums_over_ranks
+from .layer import LocalInput
 
 #: values that one call sets to zero in less time than several calls set a part of them
 _ZEROED_AT_ONCE = 1 << 14
@@ -72,7 +72,7 @@ class HaloConvolution:
             if any(_overlap(read[1:], piece.target[1:]) for piece in self.pieces):
                 self.slabs.append((_slices(box, starts), read))
 
-    def convolved(self, local: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def convolved(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, by one convolution of the block with its halo. It differentiates any number of times."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         return convolve(local, weight, bias, self.stride, self.native, self.dilation, self.groups)
@@ -92,8 +92,7 @@ def _plain_convolution(ctx: Any) -> PlainForm:
     bias = weight.new_zeros(len(weight)) if ctx.biased else None  # no gradient depends on its values
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
-        local, given = ctx.geometry.local(x), [one for one in (weight, bias) if one is not None]
-        return (ctx.geometry.convolved(local, *replicated(ctx.geometry.comm, *given)),)
+        return (ctx.geometry.convolved(ctx.geometry.local(x), weight, bias),)
 
     return plain, [x, weight, bias, None, None], tie
 
@@ -146,7 +145,7 @@ class ConvolveApart(torch.autograd.Function):
                 grad_x[piece.source] += of_piece(piece)
             for piece, of in messages.wait():
                 grad_x[piece.source] += of
-        return grad_x, *sums_over_ranks(geometry.comm, grad_weight, grad_bias), None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _adjoint(

@@ -243,13 +243,6 @@ def _side_by_side(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor
     return tuple(part.view(one.shape) for part, one in zip(parts, tensors, strict=True))
 
 
-def sums_over_ranks(comm: Communicator, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the sums of a layer's gradients over ``comm``, by one all-reduce; None for those that are not wanted."""
-    wanted = [grad for grad in grads if grad is not None]
-    sums = iter(sum_together(wanted, comm) if wanted else ())
-    return tuple(None if grad is None else next(sums) for grad in grads)
-
-
 def _total(comm: Communicator, x: Tensor) -> Tensor:
     found = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(found)
@@ -276,7 +269,6 @@ class _Replicated(torch.autograd.Function):
         if followed() and not torch.compiler.is_compiling():
             total = functools.partial(summed_over_ranks, ctx.comm, tie=end_of(*ctx.saved_tensors))
             return None, *_side_by_side(total, grads)
-        needed = ctx.needs_input_grad[1:]
-        return None, *sums_over_ranks(
-            ctx.comm, *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True))
-        )
+        needed = [grad for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True) if wanted]
+        sums = iter(sum_together(needed, ctx.comm))
+        return None, *(next(sums) if wanted else None for wanted in ctx.needs_input_grad[1:])

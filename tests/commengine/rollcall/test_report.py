@@ -2,6 +2,7 @@
 
 import pytest
 
+import commengine
 from commengine.rollcall import report
 
 
@@ -30,6 +31,21 @@ def test_of_two_ranks_the_odd_one_is_outside_of_mpi(call):
     reads = [["x.py", 9, "g", call]]
     for records in ([record(0, WAITS), record(1, reads, busy=0.0)], [record(1, WAITS), record(0, reads, busy=0.0)]):
         assert "waits, outside of MPI" in report.text(records, 2, 60, "why").splitlines()[1]
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "exchange_rows"])
+def test_a_rank_in_the_engine_waits_in_the_call_of_its_program(operation):
+    files = [
+        f"operations/{operation}.py",
+        "calls/known_calls.py",
+        "calls/known_calls.py",
+        "communicator.py",
+        "copies.py",
+    ]
+    within = [[f"{commengine.__path__[0]}/{file}", 1, "run", "run(*args)"] for file in files]
+    waits = [*within, ["x.py", 4, "f", f"world.{operation}(x)"]]
+    found = report.text([record(0, waits), record(1, [["x.py", 9, "g", "file.read()"]], busy=0.0)], 2, 60, "why")
+    assert f"rank 0 (a, process 7) waits in {operation}" in found.splitlines()[3]
 
 
 def test_of_two_ranks_the_odd_one_is_the_one_that_is_gone():

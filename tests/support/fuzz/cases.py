@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commengine import CollectiveError, CollectiveMismatch, Communicator
+from commengine.host.switch_points import SwitchPoints
 
 from .drawing import ALL, Memory, Place, elements, reduced, reductions, values
 
@@ -196,7 +197,9 @@ class Calls:
         a.form = "tensor"
         a.fill(torch.ones_like(a.tensor))
         kinds = ["swap", "two receives", "argument"] + ["checked"] * (3 * comm.checked)
-        if comm.node_size == n and not self.by_mpi:
+        large = torch.ones(1 << 21)  # the ranks compare the calls that go through memory, and not those by MPI
+        points = [SwitchPoints.load().point(one, large.dtype, n) for one in ("all_reduce", "broadcast")]
+        if comm.node_size == n and not self.by_mpi and max(point.bounce for point in points) <= large.nbytes:
             kinds.append("large")
         kind = draw.choice(kinds)
         error: type[CollectiveError] = CollectiveError
@@ -211,8 +214,6 @@ class Calls:
                 comm.all_reduce(tensor)
             else:
                 comm.broadcast(tensor)
-
-        large = torch.ones(1 << 19)
 
         def call() -> None:
             if kind == "argument":
