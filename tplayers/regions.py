@@ -147,11 +147,15 @@ def _my_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    return _from_front(all_gathered(x.movedim(dim, 0).contiguous(), comm)[0], dim)
+    return _from_front(all_gathered(_to_front(x, dim), comm)[0], dim)
 
 
 def _reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    return _from_front(reduced_rows(x.movedim(dim, 0).contiguous(), comm, split=True)[0], dim)
+    return _from_front(reduced_rows(_to_front(x, dim), comm, split=True)[0], dim)
+
+
+def _to_front(x: Tensor, dim: int) -> Tensor:
+    return (x if dim in (0, -x.dim()) else x.movedim(dim, 0)).contiguous()
 
 
 def _from_front(x: Tensor, dim: int) -> Tensor:
