@@ -200,7 +200,7 @@ class Reporter:
         """After the end of rank 0's program: report until the others have ended, too, or are silent."""
         silent = time.time()
         while time.time() < silent + 2 * self.every + 2:
-            time.sleep(tick(self.every))
+            time.sleep(min(tick(self.every), 0.2))  # the launcher waits for this watcher
             before = {name: changed for name, (changed, _) in self.records.items()}
             self.look()
             if all(record["ended"] for record in self.read()):

@@ -103,8 +103,11 @@ class Watcher:
         self.folder.mkdir(parents=True, exist_ok=True)
         reporter = report.Reporter(self.of, self.folder) if self.of["rank"] == 0 else None
         self.tell()
-        pid = os.pidfd_open(self.process)
-        while not select.select([pid], [], [], self.tick)[0]:
+        try:
+            pid = os.pidfd_open(self.process)
+        except ProcessLookupError:  # it has ended before its watcher began
+            pid = -1
+        while pid >= 0 and not select.select([pid], [], [], self.tick)[0]:
             try:
                 self.look()
             except (ProcessLookupError, FileNotFoundError):  # it has ended, and so has its folder of /proc

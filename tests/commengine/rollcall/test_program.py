@@ -48,6 +48,14 @@ def test_a_slow_program_is_left_alone_and_its_results_are_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_short_program_ends_with_its_own_words(tmp_path):
+    short = tmp_path / "short.py"
+    short.write_text("raise SystemExit('bad input')")
+    words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "commengine.rollcall", str(short)]
+    done = mpirun.command(words, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.replace("\n", "") == "bad input" * 2
+
+
 def test_a_wrong_option_is_named(tmp_path):
     words = [sys.executable, "-m", "commengine.rollcall"]
     for more, named in ((["none.py"], "none.py: must be a Python file"), (["--every", "0", __file__], "at least 0.5")):
