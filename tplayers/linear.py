@@ -225,7 +225,7 @@ class Products:
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient of an output in the form in which the methods below take it: [n, out]."""
-        return _rows_of(grad)
+        return _as_rows(grad)
 
     def outputs(self, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Tensor, ...]:
         """The output of each layer, for x [..., in]."""
@@ -247,7 +247,7 @@ class Products:
         return grad.sum(dim=0)
 
 
-def _rows_of(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     """``x`` [..., n] as rows [rows, n]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view of a small tensor takes 1 us
 
@@ -317,7 +317,7 @@ class _ColumnParallelLinears(torch.autograd.Function):
             if need_weight and gathering is not None:
                 gathering.wait()
                 gathering = None
-            found.append(products.of_weight(mine, _rows_of(whole)) if need_weight else None)
+            found.append(products.of_weight(mine, _as_rows(whole)) if need_weight else None)
             found.append(products.of_bias(mine) if need_bias else None)
         if reducing is not None:
             reducing.wait()

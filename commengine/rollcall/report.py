@@ -198,9 +198,10 @@ class Reporter:
 
     def wait_for_others(self) -> None:
         """After the end of rank 0's program: report until the others have ended, too, or are silent."""
-        silent = time.time()
+        silent, pause = time.time(), 0.1
         while time.time() < silent + 2 * self.every + 2:
-            time.sleep(min(tick(self.every), 0.2))  # the launcher waits for this watcher
+            pause = min(2 * pause, tick(self.every))  # short at first, because the launcher waits for this watcher
+            time.sleep(pause)
             before = {name: changed for name, (changed, _) in self.records.items()}
             self.look()
             if all(record["ended"] for record in self.read()):

@@ -11,7 +11,7 @@ import torch
 
 from commengine.mpi import load_mpi
 
-#: up to so many bytes the system's copy is as fast as torch's wherever they lie
+#: few bytes: up to so many, a copy is as fast wherever they lie
 ANYWHERE_BYTES = 4096
 #: the bytes by which a copy's target is behind its source, modulo a page, where AMD's processors copy a tenth as fast
 #: with the system's instruction for it: 2 GB/s in place of 20, measured on an EPYC with glibc 2.36

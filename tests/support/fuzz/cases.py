@@ -20,6 +20,8 @@ COLLECTIVES = (
     "gather", "scatter", "all_to_all", "all_to_all_v", "all_to_all_v", "all_gather_v", "barrier",
 )  # fmt: skip
 MESSAGES = ("sendrecv", "send and recv", "one message")
+#: elements of the float32 tensor of calls that differ: so many go through memory where a table says so
+LARGE = 1 << 21
 
 
 @dataclass
@@ -35,7 +37,11 @@ class Calls:
     """Draws the calls of one communicator. memory: where their tensors lie. by_mpi: none goes through shared memory."""
 
     def __init__(self, comm: Communicator, memory: Memory, by_mpi: bool) -> None:
-        self.comm, self.memory, self.by_mpi = comm, memory, by_mpi
+        self.comm, self.memory = comm, memory
+        # The ranks compare the calls that go through memory, and not those by MPI.
+        points = [SwitchPoints.load().point(one, torch.float32, comm.size) for one in ("all_reduce", "broadcast")]
+        through_memory = comm.node_size == comm.size and not by_mpi
+        self.compared = through_memory and max(point.bounce for point in points) <= 4 * LARGE
 
     def call(self, draw: random.Random, mine: random.Random, slot: int = 0, small: bool = False) -> Call:
         """A collective or messages that every rank calls with arguments that fit. slot: two of them for each call."""
@@ -197,11 +203,10 @@ class Calls:
         a.form = "tensor"
         a.fill(torch.ones_like(a.tensor))
         kinds = ["swap", "two receives", "argument"] + ["checked"] * (3 * comm.checked)
-        large = torch.ones(1 << 21)  # the ranks compare the calls that go through memory, and not those by MPI
-        points = [SwitchPoints.load().point(one, large.dtype, n) for one in ("all_reduce", "broadcast")]
-        if comm.node_size == n and not self.by_mpi and max(point.bounce for point in points) <= large.nbytes:
+        if self.compared:
             kinds.append("large")
         kind = draw.choice(kinds)
+        large = torch.ones(LARGE if kind == "large" else 0)
         error: type[CollectiveError] = CollectiveError
         how = draw.choice(("op", "root", "operation"))
 
