@@ -19,11 +19,12 @@ from .device.backends import Backend, NcclBackend, open_backend
 from .device.choice import DeviceLike
 from .device.staged import HostedBackend
 from .device.stream import DeviceStream
+from .dtypes import DTYPES
 from .errors import CollectiveError, call_error
 from .host.polling import PollingCalls
 from .host.switch_points import SwitchPoints
 from .host.wire import MpiWire, Order
-from .mpi import OwnsCommunicators, load_mpi, making_communicators, ranks_in
+from .mpi import OwnsCommunicators, forked, load_mpi, making_communicators, ranks_in
 from .operations import OperationCalls
 from .operations.checks import INT_MAX, is_c_int
 from .shared_memory.windows import SharedTensors
@@ -110,6 +111,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
         except CollectiveError:  # on every rank
             self.close()
             raise
+        except BaseException:
+            self._abandon()
+            raise
 
     def _set_up(
         self, comm: Any, checked: bool, order: Order | None, name: str, watched: WatchedGroup | None,
@@ -178,13 +182,15 @@ class Communicator(OperationCalls, OwnsCommunicators):
         Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. Making
         the memory takes about as long as filling it, and counts against the timeout. The memory lives until `close`,
         and as long as a tensor on some rank still refers to it then. A tensor at an address that is no multiple of its
-        itemsize counts as private. Raises CollectiveError on every rank if torch makes no such tensor, and
-        CollectiveMismatch if the ranks differ.
+        itemsize counts as private. Raises CollectiveError on every rank if torch makes no such tensor or no collective
+        takes it, and CollectiveMismatch if the ranks differ.
         """
         self._live_mpi()
         asked, problem = "empty", None
         try:
             like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            if like.dtype not in DTYPES:
+                raise TypeError(f"no collective takes {like.dtype}")
             asked = f"empty({str(like.dtype).removeprefix('torch.')} {list(like.shape)})"
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -291,11 +297,13 @@ class Communicator(OperationCalls, OwnsCommunicators):
                     )
                 else:
                     stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free)
-        self._streams.append(stream)
+            self._streams.append(stream)
         return stream
 
     def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
         """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
+
+        The block belongs to its thread: the calls of other threads run as if there were none.
 
         No call of a block may write memory that another call of the block reads or writes. If one does, CollectiveError
         is raised at the end of the block, before anything is sent, on each rank whose own tensors show it. broadcast
@@ -421,11 +429,17 @@ class Communicator(OperationCalls, OwnsCommunicators):
     def close(self) -> None:
         """End the streams and free what was made from MPI; MPI itself goes on. Collective; may be called again.
 
+        One that takes no more calls after an exception (docs/design.md) is closed by each rank alone: its threads end,
+        and its MPI communicators stay until MPI ends. A forked child closes nothing.
+
         If a collective failed on a stream of this communicator or of its blocks, and nobody waited for it, everything
         is freed, and then CollectiveError is raised. With a timeout, or if collectives are checked, the ranks first
         compare that all of them close; CollectiveMismatch leaves everything as it is.
         """
         if self._calls.closed:
+            return
+        if self._calls.refusal is not None:
+            self._abandon()
             return
         untold = self._free()
         if untold:
@@ -467,8 +481,31 @@ class Communicator(OperationCalls, OwnsCommunicators):
             self._watch.forget(watched)
         return untold
 
+    def _abandon(self) -> None:
+        """Close what takes no more calls: the other ranks may be anywhere, so nothing here is collective."""
+        reason = self._calls.stopped
+        for part in self._blocks.values():
+            part._calls.stopped = part._calls.stopped or reason
+            part._abandon()
+        self._blocks.clear()
+        compiled_ops.unregister(self.handle)
+        self._calls.close()
+        if forked():  # the threads, the memory and the device are the parent's
+            return
+        for stream in self._streams:
+            stream.abandon()
+        self._streams.clear()
+        if self._backend is not None:
+            self._backend.abort()
+        self._host.abandon()
+        self._shared.abandon()
+        if self._watch is not None and self._watched is not None:
+            self._watched.alarms.clear()
+            self._watch.forget(self._watched)
+            if self._is_root:
+                self._watch.abandon()
+
     def _live_mpi(self) -> MPI.Intracomm:
-        if self._calls.closed:
-            problem = "the communicator is closed"
+        if (problem := self._calls.refusal) is not None:
             raise call_error(self, "new_stream, split, empty, compare or world_ranks", problem)
         return self.mpi

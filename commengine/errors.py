@@ -23,7 +23,14 @@ class CollectiveError(RuntimeError):
 
     The message names the rank, the group and the operation. Shape, dtype, device, layout, root and reduction are
     checked on each rank by itself, and the error is raised before anything is sent.
+
+    in_step: whether the communicator goes on, because the call began on no rank, or is over on all of them. Otherwise
+        it takes no more calls on this rank, nor on the ranks that are told.
+    on_all_ranks: whether every rank of the group raises it in this call.
     """
+
+    in_step = True
+    on_all_ranks = False
 
 
 class CollectiveMismatch(CollectiveError):
@@ -42,12 +49,24 @@ class CollectiveMismatch(CollectiveError):
 class CollectiveTimeout(CollectiveError):
     """A collective did not finish within the communicator's ``timeout``."""
 
+    in_step = False
+
 
 class TransferError(Exception):
     """A transport could not move a tensor: a message had another length than expected, or NCCL refused the call.
 
     Internal: the Communicator turns it into a `CollectiveError` that names the rank, the group and the operation.
     """
+
+
+class SettledError(TransferError):
+    """A call failed on this rank, and the ranks are in step: it sent nothing, or all that was sent was received."""
+
+    in_step = True
+
+
+class StoppedError(TransferError):
+    """Another rank of the group left a call in the middle, and takes part in no more. The message says why."""
 
 
 class LaunchError(RuntimeError):

@@ -15,6 +15,9 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from .errors import CollectiveError
+from .host.polling import LAND_SECONDS
+from .job_end import abort, say
+from .mpi import forked, load_mpi
 
 #: a `commengine.trace.CollectiveEvent`
 Record: TypeAlias = Any
@@ -41,8 +44,10 @@ class Gate:
     def synchronize(self) -> None:
         """Block the calling thread until the gate is open."""
         if not self._open:
-            self._lock.acquire()
-            self._lock.release()
+            if forked():
+                raise CollectiveError("this process is a forked child: the worker of the stream is in its parent")
+            with self._lock:  # a signal that ends the wait leaves the lock to the other threads
+                pass
 
     def open(self) -> None:
         """Let every waiting thread go on. Called once."""
@@ -92,6 +97,8 @@ class Event:
 
 class Work(Event):
     """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
+
+    _about: object = ""
 
 
 class GroupedWork(Work):
@@ -151,10 +158,11 @@ class Stream:
         self.name = name
         self.index = index
         self.threaded = threaded
-        self.transport = transport
+        self.transport = self._routes = transport
         self.device_transport = device_transport
         self._release = release
         self._failure: BaseException | None = None
+        self._current: Event | None = None  # what the worker runs
         self._records: list[Record] = []  # traced collectives that nobody has waited for one by one
         self._failed: list[Event] = []  # events that hand the failure to whoever waits for them
         self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
@@ -165,12 +173,15 @@ class Stream:
             self._worker.start()
             atexit.register(self._end_with_program)
 
-    def enqueue(self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None) -> Work:
+    def enqueue(
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
+    ) -> Work:
         """Run ``call()`` after everything that is in the stream already. ``tensors`` live until the Work is waited for.
 
-        record: the traced collective, if there is one.
+        record: the traced collective, if there is one. about: what the call is, for a message.
         """
         work = Work(None, () if record is None else (record,), tensors)
+        work._about = about
         if record is not None:
             if len(self._records) >= MOST_RECORDS:
                 self._forget_waited()
@@ -209,15 +220,52 @@ class Stream:
             self._worker = None
             atexit.unregister(self._end_with_program)
 
+    def stop(self, reason: str) -> None:
+        """Let nothing more begin, and tell the ranks that share memory with this one.
+
+        A call that MPI carries now goes on: MPI reads and writes its tensors until the other ranks come.
+        """
+        self._failure = self._failure or CollectiveError(reason)
+        self._routes.stop(reason)
+
+    def abandon(self) -> None:
+        """End the worker after `stop`, and leave the MPI communicator to the end of MPI. Not collective."""
+        if self._worker is not None:
+            self._queue.put(None)
+            self._routes.wire.stop("the communicator is closed")
+            self._worker.join(EXIT_SECONDS)
+            self._worker = None
+            atexit.unregister(self._end_with_program)
+        self._routes.abandon()
+
     def _end_with_program(self) -> None:
         # Python ends the threads that are left when they ask for its lock, and a thread inside PyTorch then aborts the
-        # process. So the worker ends first. A peer that is gone may keep it waiting, which does no harm.
-        assert self._worker is not None
+        # process. So the worker ends first.
+        if self._worker is None or forked():
+            return
         self._queue.put(None)
         self._worker.join(EXIT_SECONDS)
-        if self._worker.is_alive():
-            self._failure = self._failure or CollectiveError("the program ended")  # nothing more begins
-            self._worker.join(1.0)
+        current = self._current
+        late = None if current is None else str(getattr(current, "_about", ""))
+        if late is not None:
+            self.stop("the program ended")
+            self._routes.wire.stop("the program ended")
+            self._worker.join(2 * LAND_SECONDS)
+        self._end_job(late)
+
+    def _end_job(self, late: str | None) -> None:
+        """End the job with an error where a program ends and has left collectives in the stream.
+
+        late: what was not done in time; None: everything was.
+        """
+        problem = None
+        if late is not None:
+            problem = f"{late} is not done {EXIT_SECONDS:.0f} s after the end of the program: did every rank call it?"
+        elif (failure := self.untold_failure) is not None:
+            problem = f"a collective failed, and nobody waited for it: {failure}"
+        if problem is not None:
+            say(f"rank {load_mpi().COMM_WORLD.rank}: stream {self.name}: {problem}")
+            abort(1)
 
     def free(self) -> None:
         """Free what was made from MPI, after `close`. Collective."""
@@ -232,7 +280,7 @@ class Stream:
     @property
     def untold_failure(self) -> BaseException | None:
         """The stream's failure, unless somebody who waited was told about it."""
-        return None if any(event._told for event in self._failed) else self._failure
+        return None if not self._failed or any(event._told for event in self._failed) else self._failure
 
     def _put(self, call: Callable[[], None], event: Event) -> None:
         if self._worker is not None:
@@ -251,16 +299,23 @@ class Stream:
             del item  # otherwise the last tensors would live until the next collective
 
     def _run(self, call: Callable[[], None], event: Event) -> None:
+        self._current = event
         try:
             if self._failure is not None:
                 # After a failure the ranks may no longer be in step: run nothing more.
                 raise CollectiveError(f"stream {self.name} stopped at an earlier failure: {self._failure}")
             call()
         except BaseException as error:  # handed to whoever waits
-            self._failure = self._failure or error
+            if self._failure is None:
+                self._failure = error
+                if not getattr(error, "on_all_ranks", False):
+                    self._routes.stop(str(error))  # a rank that is in this call, or will be, must not wait for this one
             event._error = error
             self._failed.append(event)
         finally:
+            self._current = None
+            if isinstance(event, Work):
+                event._about = ""  # it holds the tensors
             event._point.open()
 
 

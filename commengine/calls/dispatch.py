@@ -7,15 +7,20 @@ A call takes one of three paths:
 - observed: a call that runs on the host, perhaps on a stream's worker thread. It is compared on all ranks
   (``checked=True``), traced and watched.
 - device: a call that NCCL runs. It is observed, too, but enqueued on a CUDA stream; several calls may be one launch.
+
+A call that raises leaves the communicator as it was, or stops it (docs/design.md, "The life of a communicator").
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -32,10 +37,21 @@ from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace
 
 from .blocks import check_independent, exchanges_first
-from .failures import Said, busy_error, transport_error
+from .failures import Said, busy_error, reason_of, transport_error
 from .known_calls import KnownCalls
 from .message_stream import MessageStream
 from .routes import Routes
+
+#: the dispatchers of all communicators, for `_refuse_in_children`
+_open: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
+def _refuse_in_children() -> None:
+    for dispatcher in list(_open):
+        dispatcher._refuse_in_child()
+
+
+os.register_at_fork(after_in_child=_refuse_in_children)
 
 
 class Dispatcher:
@@ -49,18 +65,23 @@ class Dispatcher:
         self.rank, self.size, self.name = comm.rank, comm.size, comm.name
         self.said = Said()
         self.closed = False
-        self.busy = False  # a call is under way: the test and the setting of it are one step for Python's threads
+        self.stopped: str | None = None  # why no call is taken any more, although the communicator is open
+        # A call is under way: the test and the setting of it are one step for Python's threads. A call that raises
+        # sets it back last, so that a second signal leaves it set, and not a communicator that seems whole.
+        self.busy = False
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
         self._hosted: HostedBackend | None = None  # the same, if MPI carries them
         self._comm, self._watched = comm, watched
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError, OverflowError)
         #: the traces that log the calls
         self.logs: tuple[Trace, ...] = ()
-        self._block: list[tuple[Call, GroupedWork]] | None = None  # the calls of an open coalesce() block
+        #: the calls of the open coalesce() block of each thread
+        self._blocks: dict[int, list[tuple[Call, GroupedWork]]] = {}
         self._direct = True
         #: the calls that skip the checks; None while calls without a stream are observed
         self.known: KnownCalls | None = None
         self.host = host
+        _open.add(self)
 
     @property
     def host(self) -> Any:
@@ -70,7 +91,7 @@ class Dispatcher:
     @host.setter
     def host(self, host: Any) -> None:
         self._host = host
-        self._known = KnownCalls(self, host, self._failures) if isinstance(host, Routes) else None
+        self._known = KnownCalls(self, host) if isinstance(host, Routes) else None
         self._choose_path()
 
     def use(self, backend: Backend) -> None:
@@ -88,54 +109,120 @@ class Dispatcher:
     def _choose_path(self) -> None:
         """Note whether calls without a stream take the direct path, so that a call tests one attribute only."""
         observed = self._comm.checked or self.logs or self._watched is not None
-        self._direct = not (self.closed or observed or self._block is not None)
+        self._direct = not (self.closed or self.stopped or observed or self._blocks)
         self.known = self._known if self._direct else None
+
+    # Life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no call is taken, or None. Another rank of the node may have told."""
+        if self.closed:
+            return "the communicator is closed"
+        if self.stopped is None and (told := self._comm._host.stopped) is not None:
+            self.stop(told)
+        return None if self.stopped is None else f"the communicator takes no more calls: {self.stopped}"
+
+    def stop(self, reason: str) -> None:
+        """Refuse all further calls but `close`, and tell the ranks that share memory with this one."""
+        if self.stopped is not None:
+            return
+        self.stopped = reason
+        self._choose_path()
+        self._comm._host.stop(reason)
+        for stream in self._comm._streams:
+            stream.stop(reason)
+
+    def failed(self, operation: str, error: BaseException) -> NoReturn:
+        """End a call that began and raised ``error``: stop, unless the ranks are in step. Raises what the user gets."""
+        self._settle(operation, error)
+        self.busy = False
+        self._raise(operation, error)
+
+    def _left(self, operation: str, error: BaseException) -> NoReturn:
+        """`failed`, for a call beside which others may be under way."""
+        self._settle(operation, error)
+        self._raise(operation, error)
+
+    def _settle(self, operation: str, error: BaseException) -> None:
+        if not getattr(error, "in_step", False):
+            self.stop(reason_of(self, operation, error))
+
+    def _raise(self, operation: str, error: BaseException) -> NoReturn:
+        if isinstance(error, self._failures):
+            raise transport_error(self, operation, error) from error
+        raise error
+
+    def _refuse_in_child(self) -> None:
+        """Refuse all calls in a forked child, without a word to the other ranks: the group's rank is its parent."""
+        self.stopped = "this process is a forked child, and the group's rank is its parent"
+        self.busy, self._blocks = False, {}
+        self._choose_path()
 
     # Calls ----------------------------------------------------------------------------------------------------
 
     def run(self, operation: Operation, args: tuple[Any, ...], stream: Stream | None) -> Work:
         """Run an operation, or enqueue it on ``stream``. args: the operation's, which have been checked."""
         if stream is not None:  # threads may enqueue at once, each on a stream of its own
-            return self._run_or_collect(Call.of(operation, args, self.size), stream)
+            try:
+                return self._run_or_collect(Call.of(operation, args, self.size), stream)
+            except BaseException as error:
+                self._left(operation.name, error)
         if self.busy:
             raise busy_error(self, operation.name)
-        self.busy = True
         try:
+            self.busy = True
+            work: Work = DONE
             if not self._direct:
-                return self._run_or_collect(Call.of(operation, args, self.size), stream)
-            if operation.place is None or args[operation.place].is_cpu:
-                self._host.run(operation, args)
-            elif self._hosted is None:
-                operation.by_nccl(self._nccl, *args)
+                work = self._run_or_collect(Call.of(operation, args, self.size), stream)
             else:
-                self._hosted.run(operation, args, self._hosted.ready())
-            operation.mark(args, self.rank)
-        except self._failures as error:
-            raise transport_error(self, operation.name, error) from error
-        finally:
+                if operation.place is None or args[operation.place].is_cpu:
+                    self._host.run(operation, args)
+                elif self._hosted is None:
+                    operation.by_nccl(self._nccl, *args)
+                else:
+                    self._hosted.run(operation, args, self._hosted.ready())
+                operation.mark(args, self.rank)
             self.busy = False
-        return DONE
+            return work
+        except BaseException as error:
+            self.failed(operation.name, error)
 
     @contextlib.contextmanager
     def _alone(self, operation: str) -> Iterator[None]:
         """Mark that a call is under way. Those on streams may be several."""
         if self.busy:
             raise busy_error(self, operation)
-        self.busy = True
+        try:
+            self.busy = True
+            yield
+            self.busy = False
+        except GeneratorExit:  # a signal came before the block began
+            self.busy = False
+            raise
+        except BaseException as error:
+            self.failed(operation, error)
+
+    @contextlib.contextmanager
+    def _enqueuing(self, operation: str) -> Iterator[None]:
+        """Stop if a call is left while it goes to a stream: nobody knows whether the stream has it."""
         try:
             yield
-        finally:
-            self.busy = False
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._left(operation, error)
 
     def _run_or_collect(self, call: Call, stream: Stream | None) -> Work:
         """Run a call, or keep it for the end of the open coalesce() block."""
         self._check_usable(call, stream)
-        if self._block is None:
+        block = self._blocks.get(threading.get_ident()) if self._blocks else None
+        if block is None:
             return self._run(call, stream)
         if stream is not None:
             raise call_error(self, call.name, "inside coalesce() the stream goes to coalesce(stream=...)")
         work = GroupedWork()
-        self._block.append((call, work))
+        block.append((call, work))
         return work
 
     def _run(self, call: Call, stream: Stream | None) -> Work:
@@ -171,7 +258,7 @@ class Dispatcher:
         if stream is None:
             run()
             return DONE
-        return stream.enqueue(run, call.args, record)
+        return stream.enqueue(run, call.args, record, call)
 
     def _bound(self, call: Call, stream: Stream | None) -> Callable[[], None]:
         """Return what runs the call.
@@ -182,11 +269,7 @@ class Dispatcher:
             routes = self.host if stream is None else stream.transport
             return functools.partial(routes.prepared(call.operation, call.args), *call.args)
         hosted: Any = self._hosted if stream is None else stream.device_transport
-        try:
-            ready = hosted.ready()
-        except self._failures as error:
-            raise transport_error(self, call.name, error) from error
-        return functools.partial(hosted.run, call.operation, call.args, ready)
+        return functools.partial(hosted.run, call.operation, call.args, hosted.ready())
 
     def _is_nccl(self, tensor: Tensor | None, stream: Stream | None) -> bool:
         """Whether NCCL runs a call. If the call has no tensor, its stream decides."""
@@ -197,21 +280,15 @@ class Dispatcher:
     def _run_on_device(self, calls: list[Call], stream: Stream | None) -> Work:
         """Enqueue ``calls`` on the device, several of them as one launch."""
         transport: Any = self._nccl if stream is None else stream.transport
-        try:
-            transport.runtime.refuse_capture()
-        except self._failures as error:
-            raise transport_error(self, calls[0].name, error) from error
+        transport.runtime.refuse_capture()
         noticed = [self._notice(call, stream) for call in calls]
         record = noticed[0][0]  # the first call of a launch gets the times of the launch
         entries = [entry for _, entry in noticed if entry is not None]
 
         def launch() -> None:
-            try:
-                with transport.group() if len(calls) > 1 else contextlib.nullcontext():
-                    for call in calls:
-                        call.operation.by_nccl(transport, *call.args)
-            except self._failures as error:
-                raise transport_error(self, calls[0].name, error) from error
+            with transport.group() if len(calls) > 1 else contextlib.nullcontext():
+                for call in calls:
+                    call.operation.by_nccl(transport, *call.args)
 
         tensors = tuple(call.args for call in calls)
         return self._comm._backend.enqueue(launch, tensors, stream, record, entries) or DONE
@@ -221,22 +298,23 @@ class Dispatcher:
     @contextlib.contextmanager
     def coalesce(self, stream: Stream | None) -> Iterator[None]:
         """Collect the calls of the block, and run them at its end (see `Communicator.coalesce`)."""
-        if self._block is not None:
+        thread = threading.get_ident()
+        if thread in self._blocks:
             raise call_error(self, "coalesce", "is already open: groups do not nest")
         block: list[tuple[Call, GroupedWork]] = []
-        self._block = block
-        self._choose_path()
         try:
+            self._blocks[thread] = block
+            self._choose_path()
             yield
         finally:
-            self._block = None
+            self._blocks.pop(thread, None)
             self._choose_path()
-        with self._alone("coalesce") if stream is None else contextlib.nullcontext():
+        with self._alone("coalesce") if stream is None else self._enqueuing("coalesce"):
             self._run_block(block, stream)
 
     def refuse_block(self, operation: str) -> None:
-        """Raise CollectiveError if a coalesce() block is open, because its calls run at its end."""
-        if self._block is not None:
+        """Raise CollectiveError if a coalesce() block of this thread is open, because its calls run at its end."""
+        if threading.get_ident() in self._blocks:
             raise call_error(self, operation, "inside coalesce() it has no answer yet: call it before the block")
 
     def _run_block(self, block: list[tuple[Call, GroupedWork]], stream: Stream | None) -> None:
@@ -281,19 +359,16 @@ class Dispatcher:
 
         about: tensor, reduction and root, for the report. An error of MPI becomes a CollectiveError.
         """
-        with contextlib.ExitStack() as stack:
-            if sequence == "life":
-                stack.enter_context(self._alone(operation))
+        with self._alone(operation) if sequence == "life" else self._enqueuing(operation):
             entry = None
             if self._watched is not None:
                 entry = self._watched.enqueue(sequence, operation, *about, words=self.said.words)
-            if entry is not None:
                 entry.start()
-                stack.callback(entry.end)
             try:
                 yield
-            except self._failures as error:
-                raise transport_error(self, operation, error) from error
+            finally:
+                if entry is not None:
+                    entry.end()
 
     def _admit(self, call: Call, stream: Stream | None) -> None:
         """Compare a call on all ranks, and tell autograd what it writes."""
@@ -343,8 +418,8 @@ class Dispatcher:
 
     def _check_usable(self, call: Call, stream: Stream | None) -> None:
         """Check that the communicator is open, and that ``stream`` belongs to it and fits the tensor's device."""
-        if self.closed:
-            raise call_error(self, call.name, "the communicator is closed")
+        if (problem := self.refusal) is not None:
+            raise call_error(self, call.name, problem)
         if stream is None:
             return
         if stream not in self._comm._streams:

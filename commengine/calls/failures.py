@@ -1,11 +1,20 @@
-"""The errors of calls that began: another thread is inside one, or a transport failed."""
+"""The errors of calls that began: another thread is inside one, a transport failed, or one was left in the middle."""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Protocol
 
-from commengine.errors import CollectiveError, CollectiveMismatch, GroupMember, TransferError, call_error
+from commengine.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    GroupMember,
+    StoppedError,
+    TransferError,
+    call_error,
+    one_line,
+)
 from commengine.mpi import load_mpi
 from commengine.operations import OPERATIONS
 from commengine.operations.checks import INT_MAX
@@ -29,11 +38,28 @@ def busy_error(member: GroupMember, operation: str) -> CollectiveError:
     return call_error(member, operation, problem)
 
 
+def reason_of(member: GroupMember, operation: str, error: BaseException) -> str:
+    """Return why a communicator takes no more calls after ``error`` in one of them."""
+    if isinstance(error, CollectiveError) and error.__cause__ is not None:
+        error = error.__cause__  # the failure of the transport
+    if isinstance(error, StoppedError):  # the rank that left its call has told
+        return str(error)
+    said = one_line(error, 120)
+    what = type(error).__name__ + (f": {said}" if said else "")
+    return f"rank {member.rank} left {operation} at {time.strftime('%H:%M:%S')} with {what}"
+
+
 def transport_error(member: Speaker, operation: str, error: Exception, words: str | None = None) -> CollectiveError:
     """Return the error of a call in which a transport failed with ``error``.
 
     words: what was said about the call when it was enqueued; None: what this thread says now.
     """
+    made = _described(member, operation, error, words)
+    made.in_step = getattr(error, "in_step", False)
+    return made
+
+
+def _described(member: Speaker, operation: str, error: Exception, words: str | None) -> CollectiveError:
     text = str(error)
     described = OPERATIONS.get(operation)
     words = member.said.words if words is None else words

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from commengine.operations.checks import TensorLike
 from commengine.operations.operation import Run, mark_written
 from commengine.operations.uneven.rows import Counts
 
-from .failures import Speaker, busy_error, transport_error
+from .failures import Speaker, busy_error
 from .routes import Routes
 
 
@@ -25,23 +25,25 @@ class BusyMember(Speaker, Protocol):
 
     busy: bool
 
+    def failed(self, operation: str, error: BaseException) -> NoReturn:
+        """End a call that began and raised."""
+
 
 class KnownCalls:
     """The calls of one communicator without a stream, on host tensors.
 
-    member: the group; its ``busy`` is set while one of these calls is under way. failures: the exceptions of a
-    transport.
+    member: the group; its ``busy`` is set while one of these calls is under way.
     """
 
-    def __init__(self, member: BusyMember, routes: Routes, failures: tuple[type[Exception], ...]) -> None:
-        self._member, self._forms, self._failures = member, routes.known, failures
+    def __init__(self, member: BusyMember, routes: Routes) -> None:
+        self._member, self._forms = member, routes.known
         self._ranks = routes.wire.size
 
     def single(self, name: str, tensor: TensorLike, how: object) -> bool:
         """Run an operation on one tensor if its form is known. Returns whether. how: the reduction or the root."""
         try:
             form = self._forms.get((name, tensor.shape, tensor.dtype, how))
-            if form is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+            if form is None or not (tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr()) or tensor.is_neg():
                 return False
         except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
             return False
@@ -56,7 +58,10 @@ class KnownCalls:
                 return False
             if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
                 return False
-            apart = input.data_ptr() - output.data_ptr()
+            target, source = output.data_ptr(), input.data_ptr()
+            apart = source - target
+            if not (target and source):
+                return False
         except (AttributeError, RuntimeError, TypeError):
             return False
         run, received, sent, own = form
@@ -83,8 +88,11 @@ class KnownCalls:
                 return False
             if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
                 return False
-            apart, ranks = input.data_ptr() - output.data_ptr(), self._ranks
+            target, source, ranks = output.data_ptr(), input.data_ptr(), self._ranks
+            apart = source - target
             input_rows = tuple(map(operator.index, input_rows))
+            if (into[0] and not target) or (given[0] and not source):
+                return False
             if -input.nbytes < apart < output.nbytes or len(input_rows) != ranks or min(input_rows) < 0:
                 return False
             if sum(input_rows) != given[0]:
@@ -101,13 +109,12 @@ class KnownCalls:
         member = self._member
         if member.busy:
             raise busy_error(member, name)
-        member.busy = True
         try:
+            member.busy = True
             run(*args)
             if name != "broadcast" or args[1] != member.rank:  # as `Operation.mark`, and faster
                 mark_written((args[0],))
-        except self._failures as error:
-            raise transport_error(member, name, error) from error
-        finally:
             member.busy = False
-        return True
+            return True
+        except BaseException as error:
+            member.failed(name, error)

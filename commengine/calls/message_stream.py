@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commengine.errors import CollectiveError, TransferError
-from commengine.mpi import load_mpi
+from commengine.mpi import forked, load_mpi
 from commengine.operations.messages import Flight, MessageOperation
 from commengine.operations.operation import Call
 from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work
@@ -78,7 +78,7 @@ class MessageWork(Work):
             self._record.end = time.perf_counter()
         if self._entry is not None:
             self._entry.end()
-        self._flight = None
+        self._flight, self._about = None, ""
         return True
 
 
@@ -140,22 +140,22 @@ class MessageStream(Stream):
         entry: Entry | None,
         error_of: Callable[[Exception], CollectiveError],
     ) -> MessageWork:
-        """Give the messages of ``call`` to MPI. Raises what ``error_of`` makes of MPI's refusal."""
+        """Give the messages of ``call`` to MPI."""
         flight = Flight(self.transport.wire, call.operation.transfers(*call.args))  # type: ignore[attr-defined]
         work = MessageWork(self, flight, record, entry, error_of)
+        work._about = call
         self._in_flight.append(work)  # before the start: MPI may refuse the second message and have the first
         if record is not None:
             record.start = time.perf_counter()
         if entry is not None:
             entry.post()
-        try:
-            flight.start()
-        except (load_mpi().Exception, OverflowError) as error:
-            raise error_of(error) from error
+        flight.start()
         self._forget_done()
         return work
 
-    def enqueue(self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Any = None) -> Work:
+    def enqueue(
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Any = None, about: object = ""
+    ) -> Work:
         """Raise CollectiveError: there is no thread that could run ``call`` later."""
         raise CollectiveError(f"stream {self.name} takes messages only: see new_stream(threaded=False)")
 
@@ -190,11 +190,24 @@ class MessageStream(Stream):
         """The first failure that nobody who waited was told about."""
         return next((work._error for work in self._failed if not work._told), None)
 
+    def abandon(self) -> None:
+        """Take no more messages after `stop`, and keep the tensors of those that MPI still has. Not collective."""
+        for work in self._in_flight:
+            if work._flight is not None:
+                work._flight.keep()
+        self._closed = True
+        self._in_flight.clear()
+        atexit.unregister(self._end_with_program)
+
     def _end_with_program(self) -> None:
         # MPI would write into memory that Python frees, and a peer may still wait for a message.
-        end = time.monotonic() + EXIT_SECONDS
-        while not load_mpi().Is_finalized() and not self.record().done() and time.monotonic() < end:
+        if load_mpi().Is_finalized() or forked() or self._failure is not None:
+            return
+        end, last = time.monotonic() + EXIT_SECONDS, self.record()
+        while not last.done() and time.monotonic() < end:
             time.sleep(1e-3)
+        late = next((str(work._about) for work in self._in_flight if not work.done()), None)
+        self._end_job(late)
 
     def _forget_done(self) -> None:
         """Let go of the oldest messages that are over, also if nobody waits for them."""

@@ -11,7 +11,7 @@ from commengine.errors import CollectiveError, TransferError
 from commengine.host.polling import PollingCalls
 from commengine.host.switch_points import SwitchPoints, agreed, checked_digest
 from commengine.host.wire import ORDERS
-from commengine.mpi import load_mpi, making_communicators
+from commengine.mpi import forked, load_mpi, making_communicators
 from commengine.timeout.arrival import Arrival
 from commengine.timeout.watcher import Watch, check_timeout
 
@@ -33,9 +33,12 @@ def open_group(
     given: the other arguments of `Communicator`, by their names. The timeout counts from this call's first moment.
     Returns the duplicate, the watcher if there is a timeout, and the table of switch points.
     Raises CollectiveError on every rank if an argument is wrong on one rank, and CollectiveMismatch if the ranks gave
-    different ones. It raises CollectiveError on this rank alone if it has no MPI communicator, or MPI does not run.
+    different ones. Raises CollectiveError on this rank alone if it has no MPI communicator, MPI does not run, or it is
+    a forked child.
     """
     mpi = load_mpi()
+    if forked():
+        raise CollectiveError("a forked child cannot make a Communicator: the rank of MPI is its parent")
     if not mpi.Is_initialized() or mpi.Is_finalized():
         raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
     if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():

@@ -106,11 +106,26 @@ class Routes:
 
     def close(self) -> None:
         """Free what was made; the communicator is the caller's. Collective."""
+        memory = self._memory
+        self.abandon()
+        if memory is not None:
+            memory.close()
+
+    def abandon(self) -> None:
+        """Let go of what was made, and leave its MPI communicators to the end of MPI. Not collective."""
         self._runs.clear()
         self.known.clear()
+        self._memory = None
+
+    def stop(self, reason: str) -> None:
+        """Tell the ranks of the node that this one takes part in no more calls."""
         if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+            self._memory.flags.stop(reason)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a rank of the node has stopped, if it has told."""
+        return None if self._memory is None else self._memory.flags.stopped
 
     def _prepare(self, operation: Operation, args: tuple[Any, ...]) -> Run:
         run = operation.by_mpi(self.wire, *args)

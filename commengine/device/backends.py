@@ -109,6 +109,10 @@ class NcclBackend:
         """End the NCCL communicator. Collective."""
         self.transport.close()
 
+    def abort(self) -> None:
+        """End the NCCL communicator without the other ranks."""
+        self.transport.abort()
+
 
 Backend = NcclBackend | HostedBackend
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commengine.agreement import raise_together
 from commengine.dtypes import NCCL_BYTE
-from commengine.errors import CollectiveError, TransferError
+from commengine.errors import CollectiveError, SettledError, TransferError
 from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class Runtime:
         return int(torch._C._cuda_getCurrentRawStream(device.index))  # what torch.compile's own kernels ask
 
     def refuse_capture(self) -> None:
-        """Raise TransferError if torch's current stream is captured into a CUDA graph.
+        """Raise SettledError if torch's current stream is captured into a CUDA graph.
 
         A collective waits for the communicator's last one, perhaps on another stream. Such a wait ends a capture, and
         a replayed graph could not wait again.
         """
         if self.cuda.is_current_stream_capturing():
-            raise TransferError("collectives cannot be captured into a CUDA graph: call them outside of the graph")
+            raise SettledError("collectives cannot be captured into a CUDA graph: call them outside of the graph")
 
 
 def to_install(version: str = CUDA_OF_TORCH) -> str:

@@ -32,7 +32,7 @@ class HostedBackend:
     def ready(self) -> Any:
         """Return a CUDA event that is done when everything that the caller's current stream holds now is done.
 
-        Raises TransferError if that stream is captured into a CUDA graph.
+        Raises SettledError if that stream is captured into a CUDA graph.
         """
         self.runtime.refuse_capture()
         return self.runtime.cuda.current_stream(self.device).record_event()

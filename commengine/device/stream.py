@@ -78,8 +78,9 @@ class DeviceStream(Stream):
         self._in_flight: deque[DeviceWork] = deque()
 
     def enqueue(
-        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None
-    ) -> DeviceWork:
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: CollectiveEvent | None = None,
+        about: object = "",
+    ) -> DeviceWork:  # fmt: skip
         """Run ``call()``, which enqueues on ``cuda_stream``, after everything that it and the caller's stream hold.
 
         ``tensors`` live until the Work is waited for, or until it is dropped and done. Raises the errors of ``call``.
@@ -126,6 +127,14 @@ class DeviceStream(Stream):
 
     def free(self) -> None:
         """Do nothing: `close` has freed everything."""
+
+    def stop(self, reason: str) -> None:
+        """Do nothing: the communicator refuses the calls, and NCCL has those before."""
+
+    def abandon(self) -> None:
+        """End the NCCL communicator without the other ranks."""
+        self.transport.abort()
+        self._in_flight.clear()
 
     def _forget_done(self) -> None:
         """Let go of the tensors of works that nobody waited for, once the device is done with them."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from commengine.errors import StoppedError
 from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -15,6 +18,15 @@ if TYPE_CHECKING:
 #: how often a polling thread yields its core before it starts to sleep between polls
 YIELDS_BEFORE_SLEEP = 2000
 SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 50e-6, 1e-3
+
+#: seconds that a call which is left in the middle waits for the other ranks
+LAND_SECONDS = 1.0
+
+#: what the calls held that were left while MPI ran them
+_left: list[list[dict[str, Any]]] = []
+
+#: the frames of a call, from the one that waits to that of the operation, with room to spare
+_FRAMES = 8
 
 
 class PollingCalls:
@@ -27,6 +39,8 @@ class PollingCalls:
 
     def __init__(self, comm: MPI.Intracomm, look: Callable[[], None] | None = None) -> None:
         self._comm, self._look = comm, look
+        #: why no wait goes on; None: it does
+        self.stopped: str | None = None
         self.Isend, self.Irecv = comm.Isend, comm.Irecv  # they never block
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -34,7 +48,14 @@ class PollingCalls:
         start = getattr(self._comm, f"I{name.lower()}")
 
         def call(*args: Any) -> None:
-            self.wait(start(*args).Test)
+            request = start(*args)
+            try:
+                self.wait(request.Test)
+            except BaseException:
+                land(request.Test)
+                if request:  # all that the call has stays, also what only its own frames hold
+                    _left.append(_held())
+                raise
 
         setattr(self, name, call)
         return call
@@ -54,5 +75,28 @@ class PollingCalls:
         while not done():
             time.sleep(nap)
             nap = min(1.001 * nap, LONGEST_SLEEP_SECONDS)  # a thousandth of the time that it has waited
+            if self.stopped is not None:
+                raise StoppedError(self.stopped)
             if self._look is not None:
                 self._look()
+
+
+def land(done: Callable[[], bool]) -> None:
+    """Give what was left in the middle some time to end: MPI reads and writes its tensors, which the caller has again.
+
+    done: of MPI's requests.
+    """
+    deadline = time.monotonic() + LAND_SECONDS
+    with contextlib.suppress(load_mpi().Exception):
+        while not done() and time.monotonic() < deadline:
+            time.sleep(SLEEP_SECONDS)
+
+
+def _held() -> list[dict[str, Any]]:
+    """Return what the frames of this call hold."""
+    frames: list[dict[str, Any]] = []
+    frame = inspect.currentframe()
+    while frame is not None and len(frames) < _FRAMES:
+        frames.append(frame.f_locals)
+        frame = frame.f_back
+    return frames

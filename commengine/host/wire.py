@@ -77,6 +77,11 @@ class MpiWire:
         """Return a wire over another communicator, which waits and reduces as this one does."""
         return MpiWire(comm, **self._how)  # type: ignore[arg-type]
 
+    def stop(self, reason: str) -> None:
+        """Let no wait of this wire go on, if it waits in a way that can end."""
+        if isinstance(self.calls, PollingCalls):
+            self.calls.stopped = reason
+
     def moved(self, tensor: Tensor) -> tuple[Any, MPI.Datatype]:
         """Return the tensor as a buffer of opaque elements of its width."""
         return self.address(tensor.data_ptr(), tensor.nbytes), self.types.move[tensor.dtype]

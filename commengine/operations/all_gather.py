@@ -43,14 +43,12 @@ class AllGather(Operation):
             gather_row(memory, place, slice(*memory.row(output.numel())), input.data.view(-1))
             return
         memory.begin("all_gather", place)
-        try:
-            with unseen(output):
-                rows = output.data.view(memory.size, -1).unbind()
-                for row, part in zip(rows, place.parts(), strict=True):
-                    if row.data_ptr() != part.data_ptr():
-                        row.copy_(part)
-        finally:
-            memory.flags.meet()
+        with unseen(output):
+            rows = output.data.view(memory.size, -1).unbind()
+            for row, part in zip(rows, place.parts(), strict=True):
+                if row.data_ptr() != part.data_ptr():
+                    row.copy_(part)
+        memory.flags.meet()
 
     def in_slots(self, memory: SequenceMemory, output: Tensor, input: Tensor, _: str) -> None:
         nbytes = output.nbytes
@@ -85,12 +83,10 @@ class AllGatherCall:
 def gather_row(memory: SequenceMemory, place: WindowTensor, row: slice, flat: Tensor) -> None:
     """Copy this rank's ``flat`` into its row of all ranks' tensors in a window."""
     memory.begin("gather_into", place)
-    try:
-        for part in place.rows(row.start, row.stop):
-            if part.data_ptr() != flat.data_ptr():
-                part.copy_(flat)
-    finally:
-        memory.flags.meet()
+    for part in place.rows(row.start, row.stop):
+        if part.data_ptr() != flat.data_ptr():
+            part.copy_(flat)
+    memory.flags.meet()
 
 
 def gather_rows(memory: SequenceMemory, output: Tensor, input: Tensor, bounds: Sequence[int]) -> None:

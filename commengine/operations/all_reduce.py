@@ -62,13 +62,11 @@ class AllReduce(Operation):
 
     def in_window(self, memory: SequenceMemory, place: WindowTensor, tensor: Tensor, op: str) -> None:
         memory.begin("all_reduce", place, op)
-        try:
-            for operands in blocks(place.rows(*memory.row(tensor.numel()))):
-                result = reduce_unseen(operands, op, operands[0])
-                for other in operands[1:]:
-                    other.copy_(result)
-        finally:
-            memory.flags.meet()
+        for operands in blocks(place.rows(*memory.row(tensor.numel()))):
+            result = reduce_unseen(operands, op, operands[0])
+            for other in operands[1:]:
+                other.copy_(result)
+        memory.flags.meet()
 
     def in_slots(self, memory: SequenceMemory, tensor: Tensor, op: str) -> None:
         flat, slots = flat_of(tensor), memory.slots
@@ -124,7 +122,11 @@ class AllReduceCall:
     """`all_reduce`, as programs call it."""
 
     def all_reduce(self: Caller, tensor: TensorLike, op: str = "sum", *, stream: Stream | None = None) -> Work:
-        """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg"."""
+        """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg".
+
+        "max" and "min" of float32 and float64 may lose the NaN of a rank, because MPI leaves open what wins. A sum
+        keeps it.
+        """
         known = self._calls.known if stream is None else None
         if known is not None and known.single("all_reduce", tensor, op):
             return DONE

@@ -33,12 +33,10 @@ class Broadcast(Operation):
 
     def in_window(self, memory: SequenceMemory, place: WindowTensor, tensor: Tensor, root: int) -> None:
         memory.begin("broadcast", place, root)
-        try:
-            if memory.rank != root:
-                parts = place.parts()
-                parts[memory.rank].copy_(parts[root])
-        finally:
-            memory.flags.meet()
+        if memory.rank != root:
+            parts = place.parts()
+            parts[memory.rank].copy_(parts[root])
+        memory.flags.meet()
 
     def in_slots(self, memory: SequenceMemory, tensor: Tensor, root: int) -> None:
         slots = memory.slots

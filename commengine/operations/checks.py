@@ -57,6 +57,9 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
     """
     tensor = value if isinstance(value, Tensor) else _from_dlpack(group, operation, value, argument)
     here = tensor.is_cpu or tensor.device == group.device
+    if here and not _has_memory(tensor):
+        problem = f"is a {type(tensor).__name__} without memory of its own (nested, masked, fake, in a transform of "
+        raise call_error(group, operation, f"{argument} {problem}torch.func, or of a resized storage)")
     if here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype in REAL_TYPES:
         if tensor.is_neg():  # its memory holds the negated values
             raise call_error(group, operation, f"{argument} is a lazily negated view; call .resolve_neg() first")
@@ -79,6 +82,15 @@ def checked_tensor(group: Caller, operation: str, value: TensorLike, argument: s
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
         problem = f"has dtype {tensor.dtype}, which is not one of {names}"
     raise call_error(group, operation, f"{argument} {problem}")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor lie at its address. Other layouts than strided are refused elsewhere."""
+    try:
+        apart = tensor.is_nested or (tensor.numel() > 0 and not tensor.data_ptr())
+        return tensor.layout is not torch.strided or not apart
+    except RuntimeError:
+        return tensor.layout is not torch.strided
 
 
 def _from_dlpack(group: Caller, operation: str, value: TensorLike, argument: str) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
 from commengine.device.nccl import NcclWire
-from commengine.errors import TransferError
+from commengine.errors import SettledError
+from commengine.host.polling import land
 from commengine.host.wire import MpiWire
+from commengine.mpi import load_mpi
 from commengine.stream import Stream, Work
 
 from .checks import Caller, TensorLike, check_disjoint, check_rank, checked_tensor
@@ -91,10 +94,14 @@ def exchange_of(calls: list[Call]) -> Call:
     return Call(EXCHANGE, (transfers,), stands, None, None, nbytes, peers)
 
 
+#: calls that were left in the middle, and whose messages MPI still has
+_left: list[Flight] = []
+
+
 class Flight:
     """The messages of one call, which MPI has from `start` to `wait`, or to a `test` that returns True.
 
-    Each of the two raises TransferError for a message of another length than its tensor. It may be called once more
+    Each of the two raises SettledError for a message of another length than its tensor. It may be called once more
     only if it raised nothing and the messages are not over. ``transfers`` must live until then.
     """
 
@@ -103,6 +110,7 @@ class Flight:
         self._transfers = sorted(transfers, key=lambda transfer: transfer[0])  # receives first
         self._requests: list[Any] = []
         self._statuses: list[Any] = []
+        self._too_long: Exception | None = None
 
     def start(self) -> None:
         """Give all messages to MPI."""
@@ -114,28 +122,57 @@ class Flight:
 
     def test(self) -> bool:
         """Whether all messages are over. Never blocks."""
-        over: bool = self._wire.testall(self._requests, self._statuses)
-        if over:
-            self._check_lengths()
-        return over
+        return self._finish(self._wire.testall)
 
     def wait(self) -> None:
         """Wait until all messages are over."""
-        self._wire.waitall(self._requests, self._statuses)
+        self._finish(self._wire.waitall)
+
+    def _finish(self, step: Callable[..., bool | None]) -> bool:
+        # A signal may have ended an earlier call of this after MPI had let go of the messages: ask only for the others.
+        while active := sum(map(bool, self._requests)):
+            try:
+                if step(self._requests, self._statuses) is False:
+                    return False
+            except load_mpi().Exception as error:
+                if not self._is_too_long(error) or sum(map(bool, self._requests)) == active:
+                    raise
+                self._too_long = error  # and the others are still on their way
+        if self._too_long is not None:
+            raise SettledError(str(self._too_long)) from self._too_long
         self._check_lengths()
+        return True
+
+    def _is_too_long(self, error: Any) -> bool:
+        """Whether nothing failed but that a message was longer than its tensor, and that MPI has let go of it."""
+        mpi, found = load_mpi(), error.Get_error_class()
+        if found != mpi.ERR_IN_STATUS:
+            return bool(found == mpi.ERR_TRUNCATE)
+        each = {mpi.Get_error_class(status.Get_error()) for status in self._statuses}
+        return each <= {mpi.SUCCESS, mpi.ERR_PENDING, mpi.ERR_TRUNCATE}
+
+    def keep(self) -> None:
+        """Wait a moment for the messages, and keep the tensors if MPI may read or write them still."""
+        land(lambda: not any(self._requests) or self._wire.testall(self._requests, self._statuses))
+        if any(self._requests):
+            _left.append(self)
 
     def _check_lengths(self) -> None:
         for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=False):
             if verb == "recv" and (count := status.Get_count(self._wire.types.move[tensor.dtype])) != tensor.numel():
-                raise TransferError(
+                raise SettledError(
                     f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a message of {count}"
                 )
 
 
 def _exchange(wire: MpiWire, transfers: list[Transfer]) -> None:
     flight = Flight(wire, transfers)
-    flight.start()
-    flight.wait()
+    try:
+        flight.start()
+        flight.wait()
+    except BaseException:
+        flight.keep()
+        raise
 
 
 class MessageCalls:

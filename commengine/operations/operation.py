@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from commengine.agreement import Shown
+from commengine.agreement import Shown, describe
 
 #: runs a call whose form it was made for; gets the arguments of the operation
 Run = Callable[..., None]
@@ -176,6 +176,9 @@ class Call(NamedTuple):
     root: int | None
     nbytes: int
     peers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return describe(self.name, self.compared, self.redop, self.root)
 
     @property
     def name(self) -> str:

@@ -137,11 +137,9 @@ def reduce_in_node(
 def reduce_row(memory: SequenceMemory, place: WindowTensor, output: Tensor, row: slice, op: str) -> None:
     """Reduce this rank's row of all tensors in a window."""
     memory.begin("reduce_scatter", place, op)
-    try:
-        for block, *operands in blocks([output, *place.rows(row.start, row.stop)]):
-            reduce_unseen(operands, op, block)
-    finally:
-        memory.flags.meet()
+    for block, *operands in blocks([output, *place.rows(row.start, row.stop)]):
+        reduce_unseen(operands, op, block)
+    memory.flags.meet()
 
 
 def reduce_rows(memory: SequenceMemory, output: Tensor, flat: Tensor, rows: Sequence[slice], op: str) -> None:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from commengine.agreement import disagreement, ranks_named
-from commengine.errors import CollectiveMismatch, GroupMember, TransferError
+from commengine.errors import CollectiveMismatch, GroupMember, StoppedError
 
 from .segment import SharedSegment
 
@@ -23,10 +23,14 @@ LOOKS_PER_PROGRESS = 256
 FIRST_LOOKS = 30
 
 #: the flags of a rank fill two cache lines of their own. In the first: the round, and twice three words for a call
-#: (place; size and operation; checksum of the rest). In the second: the progress in each stage of a pipeline, and the
-#: last round in which this rank found that the numbers of rows do not fit
+#: (place; size and operation; checksum of the rest), and one more than the number of a rank that has stopped. In the
+#: second: the progress in each stage of a pipeline, and the last round in which this rank found that the numbers of
+#: rows do not fit
 LINES_BYTES = 128
-_ROUND, _ASKED, _WORDS, _STAGES, _UNFIT = 0, 1, 3, 8, 15
+_ROUND, _ASKED, _WORDS, _STOPPED, _STAGES, _UNFIT = 0, 1, 3, 7, 8, 15
+
+#: bytes of the words in which a rank says why it has stopped. They follow the numbers of rows
+REASON_BYTES = 256
 
 #: the word at which two sets of numbers of rows begin (`Flags.begin_uneven`)
 _NUMBERS_AT = LINES_BYTES // 8
@@ -50,18 +54,6 @@ _OPERATIONS = (*IN_MEMORY, "gather_into", *UNEVEN)
 _NUMBERS = {name: number for number, name in enumerate(_OPERATIONS)}
 
 
-#: how many forks lead to this process from the one that began. To ask for a process's number is a system call
-_generation = 0
-
-
-def _forked() -> None:
-    global _generation
-    _generation += 1
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
 class Flags:
     """The flags of one node's ranks, for one sequence of collectives.
 
@@ -83,29 +75,48 @@ class Flags:
         self.rank, self.size = rank, len(segment.memory)
         self._progress, self._wait = progress, wait
         self._group, self._ranks = group, ranks
-        self._flags = [part.cast("q") for part in segment.memory]
+        words = len(segment.memory[rank]) - REASON_BYTES
+        self._flags = [part[:words].cast("q") for part in segment.memory]
+        self._reasons = [part[words:] for part in segment.memory]
+        self._stops = [flags[_STOPPED : _STOPPED + 1] for flags in self._flags]
+        self._stopped = self._stops[rank]
         self._mine = self._flags[rank]
         self._others = [flags for flags in self._flags if flags is not self._mine]
         self._round = 0
         self._words = _ASKED  # where the words of the present call begin
         self._most_numbers = (len(self._mine) - _NUMBERS_AT) // 2  # words in each of the two sets
         self._checksums: dict[object, int] = {}
-        self._generation = _generation
         # Releasing a lock and taking it again is a fence, on processors that reorder writes, too: what comes before is
         # seen before what comes after. MPI_Win_sync is one, but needs a window.
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
 
-    def refuse_child(self) -> None:
-        """Raise `TransferError` in a forked child: its parent goes on to use the flags and slots."""
-        if self._generation != _generation:
-            raise TransferError("a forked child cannot run collectives: the group's rank is its parent process")
-
     @staticmethod
     def bytes_of(ranks: int) -> int:
         """The memory of a rank in a group of ``ranks``, on all nodes together."""
-        return LINES_BYTES + 2 * 8 * (ranks + 1)
+        return LINES_BYTES + 2 * 8 * (ranks + 1) + REASON_BYTES
+
+    # Stopping ---------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Tell every rank of the node that this rank takes part in no more calls, and why. It waits for nobody.
+
+        A rank that waits for another one then raises StoppedError. So a rank whose call was left in the middle, where
+        the ranks are no longer in step, gives nobody a wrong result.
+        """
+        words = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        self._reasons[self.rank][:] = words
+        self._release()
+        self._acquire()
+        for stops in self._stops:
+            stops[0] = self.rank + 1
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a rank of the node has stopped; None if none has."""
+        who = self._stopped[0]
+        return bytes(self._reasons[who - 1]).rstrip(b"\0").decode(errors="replace") if who else None
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
@@ -122,7 +133,6 @@ class Flags:
         Raises CollectiveMismatch on all ranks if the calls differ, because a rank would otherwise write over a tensor
         that belongs to another collective.
         """
-        self.refuse_child()
         about, checksum = self.words_of(operation, nbytes, how)
         mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
         self._words = word
@@ -147,7 +157,6 @@ class Flags:
         one ends. Returns the first word in `told` of these numbers; they hold until this rank ends the call by
         `meet_unless`. Raises CollectiveMismatch as `begin` does.
         """
-        self.refuse_child()
         about, checksum = words
         mine, word = self._mine, _ASKED + _WORDS + _ASKED - self._words
         self._words = word
@@ -188,7 +197,9 @@ class Flags:
 
     def _unfit(self, mine: str | None) -> CollectiveMismatch:
         found = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[_UNFIT] == self._round]
-        return self.mismatch(mine or f"{ranks_named(found)} found numbers of rows that do not fit")
+        error = self.mismatch(mine or f"{ranks_named(found)} found numbers of rows that do not fit")
+        error.on_all_ranks = self.size == self._group.size
+        return error
 
     def mismatch(self, said: str) -> CollectiveMismatch:
         """The error of this rank that says ``said``."""
@@ -202,15 +213,24 @@ class Flags:
             calls.setdefault(tuple(flags[word : word + _WORDS]), []).append(rank)
         asked = [(ranks, _described(*words)) for words, ranks in calls.items()]
         fault = "the ranks gave different operations, tensors, dtypes, reductions or roots"
-        return disagreement(self._group, asked, fault)
+        error = disagreement(self._group, asked, fault)
+        # The ranks of other nodes know nothing of it, and wait in the call.
+        error.in_step = error.on_all_ranks = self.size == self._group.size
+        return error
 
     def meet(self) -> None:
-        """Wait until every rank is here. Each rank then sees everything that the others wrote before."""
+        """Wait until every rank is here. Each rank then sees everything that the others wrote before.
+
+        Raises StoppedError also if a rank came here and has stopped since: what it then writes to its memory, this rank
+        may have read before it came.
+        """
         self._round += 1
         self._release()
         self._acquire()
         self._mine[_ROUND] = self._round
         self._await(_ROUND, self._round)
+        if self._stopped[0]:
+            raise StoppedError(self.stopped)
 
     # Stages -----------------------------------------------------------------------------------------------------
 
@@ -240,18 +260,25 @@ class Flags:
         self._acquire()
 
     def _progressing(self, flags: memoryview, word: int, value: int) -> Callable[[], bool]:
-        """Return whether the wait is over, as a function.
+        """Return whether the wait is over, as a function. It raises StoppedError if a rank of the node has stopped.
 
         It lets MPI make progress now and then, because another rank may wait for a message.
         """
-        looks = 0
+        looks, stopped = 0, self._stopped
 
         def looked() -> bool:
             nonlocal looks
             looks += 1
             if looks % LOOKS_PER_PROGRESS == 0:
                 self._progress()
-            return bool(flags[word] >= value)
+            if flags[word] >= value:
+                return True
+            if stopped[0]:
+                self._release()
+                self._acquire()
+                if flags[word] < value:  # the rank that stopped has not come here before
+                    raise StoppedError(self.stopped)
+            return False
 
         return looked
 

@@ -83,7 +83,8 @@ class SequenceMemory:
     def begin(self, operation: str, place: WindowTensor, how: object = "") -> None:
         """Wait for all ranks, and compare the calls, because a collective touches their memory.
 
-        They wait for each other at its end, too: the caller then calls ``flags.meet()``, whatever happens.
+        They wait for each other at its end, too: the caller then calls ``flags.meet()``. A rank that raises meanwhile
+        does not come there, and the others are told (`Flags.stop`).
         """
         self.flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
 

@@ -54,8 +54,9 @@ class SharedTensors:
         self.looked = comm.size == 1
         self._memory: NodeMemory | None = None
         self.segments: list[SharedSegment] = []
-        self._bounds: list[int] = []  # where each segment begins and ends, ascending
-        self._numbers: list[int] = []  # of the segments, in that order
+        #: where each segment begins and ends, ascending, and the numbers of the segments in that order. The two are
+        #: swapped as one, because the worker of a stream reads them while the caller makes a window
+        self._where: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._found: dict[tuple[int, int, torch.dtype], WindowTensor] = {}
 
     @property
@@ -107,10 +108,12 @@ class SharedTensors:
         return segment.tensor(like.numel(), dtype).view(like.shape)
 
     def _add(self, segment: SharedSegment) -> None:
-        at = bisect.bisect(self._bounds, segment.address)
-        self._bounds[at:at] = segment.address, segment.address + segment.nbytes
-        self._numbers.insert(at // 2, len(self.segments))
+        bounds, numbers = map(list, self._where)
+        at = bisect.bisect(bounds, segment.address)
+        bounds[at:at] = segment.address, segment.address + segment.nbytes
+        numbers.insert(at // 2, len(self.segments))
         self.segments.append(segment)
+        self._where = bounds, numbers
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a window."""
@@ -119,14 +122,15 @@ class SharedTensors:
     def find(self, tensor: Tensor) -> WindowTensor | None:
         """Return where in a window ``tensor`` lies; None if it lies in no window, or at no multiple of its itemsize."""
         address = tensor.data_ptr()
-        before = bisect.bisect(self._bounds, address)
+        bounds, numbers = self._where
+        before = bisect.bisect(bounds, address)
         if before % 2 == 0:  # tested first: private tensors must not become slower
             return None
         nbytes, dtype = tensor.nbytes, tensor.dtype
         found = self._found.get((address, nbytes, dtype))
         if found is not None:
             return found
-        index = self._numbers[before // 2]
+        index = numbers[before // 2]
         segment = self.segments[index]
         offset = address - segment.address
         # An address between two elements is no place: the ranks' parts are seen as tensors of the dtype.
@@ -154,12 +158,15 @@ class SharedTensors:
 
     def close(self) -> None:
         """Let go of the windows. Memory that a tensor refers to stays as long as the tensor. Collective."""
-        self._found.clear()
-        self._bounds.clear()
-        self._numbers.clear()
-        self.segments.clear()
+        self.abandon()
         if self._node is not None:
             self._node.comm.Free()
+
+    def abandon(self) -> None:
+        """Let go of the windows, and leave the MPI communicator to the end of MPI. Not collective."""
+        self._found.clear()
+        self._where = ((), ())
+        self.segments.clear()
 
 
 class WindowTensor:

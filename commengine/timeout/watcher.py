@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
 from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, say
-from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
+from commengine.mpi import forked, load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .crash import CrashReport
 from .entries import Entry, WatchedGroup
@@ -144,6 +144,17 @@ class Watch:
         if alive:
             self._comm.Free()
 
+    def abandon(self) -> None:
+        """End the watcher of a communicator that takes no more calls. Not collective: the other ranks get no answer."""
+        self._stop()
+        self._closed = True
+        for group in self._groups.values():
+            group.over = True
+        self.running.clear()
+        atexit.unregister(self._stop)
+        if self._crash is not None:
+            self._crash.close()
+
     def _leave(self) -> None:
         """Wait until every rank has received all messages. Every rank is in `close`.
 
@@ -170,6 +181,8 @@ class Watch:
     # Looking --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
+        if forked():  # the thread is the parent's
+            return
         self._ending.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -56,25 +56,21 @@ class AllGatherV(UnevenOperation):
         def run(output: Tensor, input: Tensor, rows: Rows) -> None:
             at = flags.begin_uneven(words, windows.number_of(input), (rows[me],)) + 1
             unfit = None
-            try:
-                given = tuple(one[at] for one in told)
-                if given != rows:
-                    unfit = f"the ranks give {list(given)} rows, and rows say {list(rows)}"
-                places = [one[flags.place] for one in told]
-                if PRIVATE in places:
-                    if unfit is not None:
-                        output = in_place_of(output, given)
-                    by_mpi(output, input, given)
-                    return
+            given = tuple(one[at] for one in told)
+            if given != rows:
+                unfit = f"the ranks give {list(given)} rows, and rows say {list(rows)}"
+            places = [one[flags.place] for one in told]
+            if PRIVATE in places:
                 if unfit is not None:
-                    return
+                    output = in_place_of(output, given)
+                by_mpi(output, input, given)
+            elif unfit is None:
                 target = output.data_ptr()
                 for peer, count in enumerate(rows):
                     if count:  # an empty input lies anywhere
                         copy_bytes(target, windows.address_of(places[peer], peer), count * width)
                     target += count * width
-            finally:
-                flags.meet_unless(unfit)
+            flags.meet_unless(unfit)
 
         return run
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commengine.device.nccl import NcclWire
-from commengine.errors import TransferError, call_error
+from commengine.errors import SettledError, call_error
 from commengine.host.wire import MpiWire
 from commengine.operations.all_to_all import ALL_TO_ALL
 from commengine.operations.checks import Caller, TensorLike
@@ -62,7 +62,7 @@ class AllToAllV(UnevenOperation):
                 (address(output.data_ptr(), output.nbytes), received, starts_of(received), datatype),
             )
             if problem is not None:
-                raise TransferError(problem)
+                raise SettledError(problem)
 
         return run
 
@@ -80,7 +80,6 @@ class AllToAllV(UnevenOperation):
             number, source = number_of(input), input.data_ptr()
             in_slots: Sequence[int] = ()
             if slots is not None:
-                flags.refuse_child()  # the slot is filled before the ranks compare their calls
                 in_slots = slots.addresses()
                 if number == PRIVATE:
                     before, own = sum(input_rows[:me]) * width, input_rows[me] * width
@@ -109,31 +108,29 @@ class AllToAllV(UnevenOperation):
                     output = in_place_of(output, counts)
                 by_mpi(output, input, tuple(counts), input_rows)
             else:
-                try:
-                    if unfit is None:
-                        target = output.data_ptr()
-                        for peer, count in enumerate(counts):
-                            if not count:  # an empty input lies anywhere
-                                continue
-                            where, begin, nbytes = places[peer], begins[peer] * width, count * width
-                            if peer == me:
-                                copy_bytes(target, source + begin, nbytes)
-                            elif where == IN_SLOT:
-                                if peer < me:  # the slot has no rows of the peer for itself, which lie before mine
-                                    one = told[peer]
-                                    begin -= (one[first + peer + 1] - one[first + peer]) * width
-                                copy_bytes(target, in_slots[peer] + begin, nbytes)
-                            elif where >= 0:
-                                copy_bytes(target, address_of(where, peer) + begin, nbytes)
-                            else:
-                                assert peers is not None
-                                peers.read(peer, target, begin - where, nbytes)
-                            target += nbytes
-                finally:
-                    if max(places) >= 0:
-                        flags.meet_unless(unfit)
-                    elif min(places) < IN_SLOT:
-                        flags.meet()  # only then may a rank write its input
+                if unfit is None:
+                    target = output.data_ptr()
+                    for peer, count in enumerate(counts):
+                        if not count:  # an empty input lies anywhere
+                            continue
+                        where, begin, nbytes = places[peer], begins[peer] * width, count * width
+                        if peer == me:
+                            copy_bytes(target, source + begin, nbytes)
+                        elif where == IN_SLOT:
+                            if peer < me:  # the slot has no rows of the peer for itself, which lie before mine
+                                one = told[peer]
+                                begin -= (one[first + peer + 1] - one[first + peer]) * width
+                            copy_bytes(target, in_slots[peer] + begin, nbytes)
+                        elif where >= 0:
+                            copy_bytes(target, address_of(where, peer) + begin, nbytes)
+                        else:
+                            assert peers is not None
+                            peers.read(peer, target, begin - where, nbytes)
+                        target += nbytes
+                if max(places) >= 0:
+                    flags.meet_unless(unfit)
+                elif min(places) < IN_SLOT:
+                    flags.meet()  # only then may a rank write its input
             if unfit is not None:
                 raise flags.mismatch(unfit)
 
@@ -146,6 +143,9 @@ class AllToAllV(UnevenOperation):
             for peer, (to, source) in enumerate(zip(starts_of(sent), starts_of(received), strict=True)):
                 wire.send(input.data_ptr() + to, sent[peer], peer)
                 wire.recv(output.data_ptr() + source, received[peer], peer)
+
+    def common(self, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows) -> str:
+        return "exchange_rows" if isinstance(output_rows, Counts) else self.name
 
     def unmatched(
         self, wire: MpiWire, output: Tensor, input: Tensor, output_rows: Received, input_rows: Rows

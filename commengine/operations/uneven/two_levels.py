@@ -31,28 +31,26 @@ def in_two_levels(
     ranks, windows = table[memory.node.index], memory.windows
     at = flags.begin_uneven(words, windows.number_of(input), input_rows)
     unfit, kept = too_many(output_rows, output), None
-    try:
-        given = [told[at : at + len(input_rows) + 1].tolist() for told in flags.told]
-        me = ranks[memory.rank]
-        for peer, own in zip(ranks, given, strict=True):
-            if own[me + 1] - own[me] != output_rows[peer]:
-                unfit = f"rank {peer} sends {own[me + 1] - own[me]} rows, and output_rows say {output_rows[peer]}"
-        if unfit is not None:
-            output = in_place_of(output, output_rows)
-        places = [told[flags.place] for told in flags.told]
-        if PRIVATE in places:
-            kept, begins = _by_messages(memory, input, given, width)
-        else:
-            bases = [windows.address_of(number, peer) for peer, number in enumerate(places)]
-            begins = [[base + start * width for start in own] for base, own in zip(bases, given, strict=True)]
-        starts, target = starts_of(output_rows), output.data_ptr()
-        for peer, begin, own in zip(ranks, begins, given, strict=True):
-            nbytes = min(own[me + 1] - own[me], output_rows[peer]) * width
-            copy_bytes(target + starts[peer] * width, begin[me], nbytes)
-        _across(memory, output, begins, given, output_rows, width)
-        del kept
-    finally:
-        flags.meet_unless(unfit)
+    given = [told[at : at + len(input_rows) + 1].tolist() for told in flags.told]
+    me = ranks[memory.rank]
+    for peer, own in zip(ranks, given, strict=True):
+        if own[me + 1] - own[me] != output_rows[peer]:
+            unfit = f"rank {peer} sends {own[me + 1] - own[me]} rows, and output_rows say {output_rows[peer]}"
+    if unfit is not None:
+        output = in_place_of(output, output_rows)
+    places = [told[flags.place] for told in flags.told]
+    if PRIVATE in places:
+        kept, begins = _by_messages(memory, input, given, width)
+    else:
+        bases = [windows.address_of(number, peer) for peer, number in enumerate(places)]
+        begins = [[base + start * width for start in own] for base, own in zip(bases, given, strict=True)]
+    starts, target = starts_of(output_rows), output.data_ptr()
+    for peer, begin, own in zip(ranks, begins, given, strict=True):
+        nbytes = min(own[me + 1] - own[me], output_rows[peer]) * width
+        copy_bytes(target + starts[peer] * width, begin[me], nbytes)
+    _across(memory, output, begins, given, output_rows, width)
+    del kept
+    flags.meet_unless(unfit)
 
 
 def _by_messages(

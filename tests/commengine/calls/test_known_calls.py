@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
 from commengine import CollectiveError, Communicator, trace
 from commengine.calls import routes
@@ -33,9 +35,22 @@ BAD = {
     "sparse": ("layout torch.sparse_coo", lambda: torch.eye(3).to_sparse()),
     "sparse rows": ("layout torch.sparse_csr", lambda: torch.eye(3).to_sparse_csr()),
     "negated": ("lazily negated", lambda: torch._neg_view(torch.ones(3, 3))),
+    "resized": ("without memory", lambda: resized(torch.ones(3, 3))),
+    "fake": ("without memory", lambda: FakeTensorMode().from_tensor(torch.ones(3, 3))),
+    "functional": ("without memory", lambda: torch._to_functional_tensor(torch.ones(3, 3))),
+    "zeros": ("without memory", lambda: torch._efficientzerotensor(3, 3)),
+    "nested": ("without memory", lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])),
+    "masked": ("without memory", lambda: masked_tensor(torch.ones(3, 3), torch.eye(3).bool())),
+    "quantized": ("has dtype torch.quint8", lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8)),
+    "mkldnn": ("layout torch._mkldnn", lambda: torch.ones(3, 3).to_mkldnn()),
     "meta": ("lies on meta", lambda: torch.ones(3, 3, device="meta")),
     "array": ("read-only", lambda: read_only(np.ones((3, 3), np.float32))),
 }
+
+
+def resized(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def read_only(array):
