@@ -57,7 +57,10 @@ class ReduceCall:
     def reduce(
         self: Caller, tensor: TensorLike, root: int = 0, op: str = "sum", *, stream: Stream | None = None
     ) -> Work:
-        """Reduce ``tensor`` over the group into the tensor of rank ``root``; the other ranks' tensors do not change."""
+        """Reduce ``tensor`` over the group into the tensor of rank ``root``; the other ranks' tensors do not change.
+
+        "max" and "min" treat NaN as in `all_reduce`.
+        """
         tensor = checked_tensor(self, "reduce", tensor)
         check_reduction(self, "reduce", tensor, op)
         root = check_rank(self, "reduce", "root", root)

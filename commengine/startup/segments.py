@@ -32,6 +32,9 @@ UNMISSED = ("mpich_shm_", "sm_segment.")
 #: a file that no process maps is stale when it is older than this many seconds: MPI_Init makes it before it maps it
 STALE_SECONDS = 30.0
 
+#: the PID namespace that the kernel makes first; it has the processes of all others, too
+FIRST_NAMESPACE = Path("pid:[4026531836]")
+
 #: megabytes of 2^20 bytes: what each rank of MPICH 5.0.2 takes there, of which its UCX takes the most; and what must be
 #: free when a rank starts. UCX looks twice: with less at the first look it shares memory of System V instead, and with
 #: less at the second look the rank dies (SIGSEGV)
@@ -59,10 +62,10 @@ def unlink_own(folder: Path = FOLDER) -> list[Path]:
 def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Remove the files of MPI of this user that no process maps, before MPI_Init; return them.
 
-    Only the first task of a node does it. Processes in other PID namespaces are not seen; a job there that has started
-    does not need the name any more.
+    Only the first task of a node does it. In a container it removes nothing: the container may share the folder with
+    others, whose processes it does not see.
     """
-    if not first_on_node(environ):
+    if not first_on_node(environ) or not sees_all_processes():
         return []
     found = {inode: path for path, inode in _of_this_user(folder)}
     if not found:
@@ -72,6 +75,14 @@ def remove_stale(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ)
             for _, inode in _mapped(process.name, folder):
                 found.pop(inode, None)
     return [path for inode, path in found.items() if _unlinked(path, inode)]
+
+
+def sees_all_processes() -> bool:
+    """Whether the processes of this machine are all in /proc: this one is in no PID namespace of its own."""
+    try:
+        return Path("/proc/self/ns/pid").readlink() == FIRST_NAMESPACE
+    except OSError:
+        return False
 
 
 def say_if_too_small(folder: Path = FOLDER, environ: Mapping[str, str] = os.environ) -> None:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,3 +301,27 @@ def test_addresses_between_two_elements(mpi_world, points):
                     call()
                 assert torch.equal(tensor, mine) and part.eq(0).all(), about
             assert whole[:start].eq(7).all() and whole[end:].eq(7).all(), about
+
+
+class Watching(list):
+    """The windows of a communicator: while one is added, another thread looks for a tensor."""
+
+    def __init__(self, shared, tensors):
+        super().__init__(shared.segments)
+        self.shared, self.tensors, self.found = shared, tensors, []
+
+    def __len__(self):  # asked where the place of the new one is noted
+        self.found += [self.shared.find(tensor).number for tensor in self.tensors]
+        return super().__len__()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_window_is_found_while_another_one_is_added(mpi_world):
+    """The worker of a stream looks for its tensors while the caller makes a window, which may lie before the others."""
+    with Communicator(mpi_world, device="cpu") as comm:
+        shared, tensors = comm._shared, [comm.empty((4096,)) for _ in range(3)]
+        numbers = [shared.find(tensor).number for tensor in tensors]
+        shared.segments = watching = Watching(shared, tensors)
+        shared._add(SimpleNamespace(address=min(tensor.data_ptr() for tensor in tensors) - 8192, nbytes=4096))
+        assert watching.found == numbers
+        assert [shared.find(tensor).number for tensor in tensors] == numbers
