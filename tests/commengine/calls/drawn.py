@@ -53,7 +53,8 @@ def draw(seed: int, number: int, size: int) -> dict:
     # Where MPI carries the call, a rank that is left alone in it ends the job: seldom, because a job takes seconds.
     together = drawn.random() < (0.97 if by_mpi or size > 2 else 0.3)
     return {
-        "number": number, "size": size, "way": way, "by_mpi": by_mpi or size > 2, "at": int(CALLS * drawn.betavariate(2, 2)),
+        "number": number, "size": size, "way": way, "by_mpi": by_mpi or size > 2,
+        "at": int(CALLS * drawn.betavariate(2, 2)),
         "who": list(range(size)) if together else [drawn.randrange(size)], "part": drawn.random(),
         "error": drawn.choice(ERRORS),
         "signal": not together and not by_mpi and not way.startswith("worker") and drawn.random() < 0.3,

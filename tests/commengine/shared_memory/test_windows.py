@@ -322,6 +322,7 @@ def test_a_window_is_found_while_another_one_is_added(mpi_world):
         shared, tensors = comm._shared, [comm.empty((4096,)) for _ in range(3)]
         numbers = [shared.find(tensor).number for tensor in tensors]
         shared.segments = watching = Watching(shared, tensors)
+        shared._found.clear()  # as for tensors that were not looked for before
         shared._add(SimpleNamespace(address=min(tensor.data_ptr() for tensor in tensors) - 8192, nbytes=4096))
         assert watching.found == numbers
         assert [shared.find(tensor).number for tensor in tensors] == numbers
