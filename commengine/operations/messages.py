@@ -130,12 +130,14 @@ class Flight:
 
     def _finish(self, step: Callable[..., bool | None]) -> bool:
         # A signal may have ended an earlier call of this after MPI had let go of the messages: ask only for the others.
-        while active := sum(map(bool, self._requests)):
+        while any(self._requests):
+            active = list(map(bool, self._requests))
             try:
                 if step(self._requests, self._statuses) is False:
                     return False
+                break
             except load_mpi().Exception as error:
-                if not self._is_too_long(error) or sum(map(bool, self._requests)) == active:
+                if not self._is_too_long(error) or list(map(bool, self._requests)) == active:
                     raise
                 self._too_long = error  # and the others are still on their way
         if self._too_long is not None:

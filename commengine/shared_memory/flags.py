@@ -107,8 +107,8 @@ class Flags:
         """
         words = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
         self._reasons[self.rank][:] = words
-        self._release()
-        self._acquire()
+        with threading.Lock():  # a fence; the lock of the other ones may have been left in the middle, too
+            pass
         for stops in self._stops:
             stops[0] = self.rank + 1
 
@@ -274,8 +274,8 @@ class Flags:
             if flags[word] >= value:
                 return True
             if stopped[0]:
-                self._release()
-                self._acquire()
+                with threading.Lock():  # a fence
+                    pass
                 if flags[word] < value:  # the rank that stopped has not come here before
                     raise StoppedError(self.stopped)
             return False
