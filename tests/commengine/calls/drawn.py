@@ -99,7 +99,7 @@ class Moment:
         return self
 
     def ending(self, code, line: int) -> bool:
-        """Whether a call is over with this line, in which no signal can come: Python looks for one at calls and loops."""
+        """Whether a call is over with this line. No signal can come there: Python looks for one at calls and loops."""
         here = f"{Path(code.co_filename).name} {code.co_name}" in self.ends
         return here and linecache.getline(code.co_filename, line).strip() in ("return True", "return work")
 
