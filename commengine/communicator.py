@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from . import compiled_ops
 from .agreement import agree, each_number, extremes
+from .calls import ends
 from .calls.dispatch import Dispatcher
 from .calls.message_stream import MessageStream
 from .calls.opening import open_group
@@ -30,6 +33,7 @@ from .operations.checks import INT_MAX, is_c_int
 from .shared_memory.windows import SharedTensors
 from .stream import Stream
 from .timeout.entries import WatchedGroup
+from .timeout.watcher import Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -140,6 +144,11 @@ class Communicator(OperationCalls, OwnsCommunicators):
         self._calls = Dispatcher(self, self._host, watched)
         #: names this communicator in a compiled graph
         self.handle = compiled_ops.register(self)
+        self._made_streams = 0
+        watch = self._watch if self._is_root else None
+        self._dropped = weakref.finalize(self, _drop, name, self._streams, watch)
+        self._dropped.atexit = False
+        ends.follow(self)
 
     def _new_host(self, comm: Any, *, polling: bool = False) -> Routes:
         wire = MpiWire(comm, polling=polling, look=self._look(), order=self.order)
@@ -168,8 +177,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
 
     # Memory, streams, groups, life --------------------------------------------------------------------------------
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised host tensor in memory that the ranks of a node share.
+    def empty(self, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised host tensor in memory that the ranks of a node share. shape: an int is one dimension.
 
         Large collectives on such a tensor copy nothing. all_reduce, reduce_scatter (``input``), all_gather (either
         tensor) and broadcast use the memory in place, from their switch points on. Across nodes only all_reduce
@@ -187,6 +196,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         """
         self._live_mpi()
         asked, problem = "empty", None
+        shape = (shape,) if isinstance(shape, int) else shape
         try:
             like = torch.empty(tuple(shape), dtype=dtype, device="meta")
             if like.dtype not in DTYPES:
@@ -269,17 +279,18 @@ class Communicator(OperationCalls, OwnsCommunicators):
         timeout counts from the moment when somebody waits. CUDA streams, which have no thread, ignore it.
         """
         mpi = load_mpi()
-        index, problem = len(self._streams) + 1, None
+        index, problem = self._made_streams + 1, None
         backend, name = self._backend, f"{self.name}/stream{index}"
         kinds = ("cuda", "cpu") if isinstance(backend, NcclBackend) else ("cpu",)
         device = kinds[0] if device is None else device
         if device not in kinds:
             problem = f"device={device!r} is not {' or '.join(map(repr, kinds))}"
         asked = f"new_stream(number {index}, device={device!r}, priority={priority!r}, threaded={bool(threaded)})"
+        owner = weakref.ref(self)
         stream: Stream
         with self._making("new_stream", asked, problem) as comm:
             if isinstance(backend, NcclBackend) and device != "cpu":
-                stream = backend.new_stream(comm, name, index, priority)
+                stream = backend.new_stream(comm, name, index, priority, owner)
                 self._alarm(stream.transport.failure)
             else:
                 with making_communicators():
@@ -294,11 +305,30 @@ class Communicator(OperationCalls, OwnsCommunicators):
                         threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
                         device_transport=backend.over(transport) if isinstance(backend, HostedBackend) else None,
                         release=own.Free,
+                        owner=owner,
                     )
                 else:
-                    stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free)
+                    stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free, owner=owner)
             self._streams.append(stream)
+            self._made_streams = index
         return stream
+
+    def _close_stream(self, stream: Stream) -> None:
+        """`Stream.close`."""
+        if self._calls.refusal is not None:
+            stream.abandon()
+        else:
+            if isinstance(stream, MessageStream):
+                stream.land()  # as in `_free`
+            with self._making("close", f"close(stream {stream.index})"):
+                stream.finish()
+        if isinstance(stream, DeviceStream) and self._watched is not None:
+            self._watched.alarms.remove(stream.transport.failure)
+        self._streams.remove(stream)
+        if (untold := stream.untold_failure) is not None:
+            raise call_error(
+                self, "close", f"a collective failed on {stream.name}, and nobody waited: {untold}"
+            ) from untold
 
     def coalesce(self, *, stream: Stream | None = None) -> contextlib.AbstractContextManager[None]:
         """Group the calls of a ``with`` block: they start together at its end, so sends and receives cannot deadlock.
@@ -448,13 +478,13 @@ class Communicator(OperationCalls, OwnsCommunicators):
 
     def _free(self) -> list[BaseException]:
         """Close this communicator and its blocks. Returns the failures of their streams that nobody was told about."""
-        watched, alive = self._watched, not load_mpi().Is_finalized()
+        watched = self._watched
         untold: list[BaseException] = []
         for stream in self._streams:
             if isinstance(stream, MessageStream):
                 stream.land()  # before the time of `close` counts: a report then names the message and its peer
         with self._calls.watching("close", "life"):
-            if alive and (self.checked or (watched is not None and not watched.over)):
+            if self.checked or (watched is not None and not watched.over):
                 agree(self, self._comparing, "close")
             for part in self._blocks.values():
                 untold += [] if part._calls.closed else part._free()
@@ -462,24 +492,35 @@ class Communicator(OperationCalls, OwnsCommunicators):
             compiled_ops.unregister(self.handle)
             self._calls.close()
             for stream in self._streams:
-                stream.close()
-                if alive:
-                    stream.free()
+                stream.finish()
             untold += [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
             self._streams.clear()
             if watched is not None:
                 watched.alarms.clear()
             if self._backend is not None:
                 self._backend.close()
-            if alive:
-                self._host.close()
-                self._shared.close()
-                self.mpi.Free()
+            self._host.close()
+            self._shared.close()
+            self.mpi.Free()
             if self._watch is not None and self._is_root:
                 self._watch.close()
         if self._watch is not None and watched is not None:
             self._watch.forget(watched)
+        self._dropped.detach()
         return untold
+
+    def end_with_mpi(self, reason: str) -> None:
+        """Finish the streams as at the end of a program, and close on this rank alone: MPI is about to end."""
+        if not self._calls.closed:
+            for stream in self._streams:
+                stream.end_with_program()
+            self._calls.stop(reason)
+            self._abandon()
+
+    def end_in_child(self) -> None:
+        """Refuse all calls in a forked child; its threads, memory and device are the parent's."""
+        self._dropped.detach()
+        self._calls.refuse_in_child()
 
     def _abandon(self) -> None:
         """Close what takes no more calls: the other ranks may be anywhere, so nothing here is collective."""
@@ -490,6 +531,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         self._blocks.clear()
         compiled_ops.unregister(self.handle)
         self._calls.close()
+        self._dropped.detach()
         if forked():  # the threads, the memory and the device are the parent's
             return
         for stream in self._streams:
@@ -509,3 +551,13 @@ class Communicator(OperationCalls, OwnsCommunicators):
         if (problem := self._calls.refusal) is not None:
             raise call_error(self, "new_stream, split, empty, compare or world_ranks", problem)
         return self.mpi
+
+
+def _drop(name: str, streams: list[Stream], watch: Watch | None) -> None:
+    """End the threads of a communicator that nobody refers to any more. Waits for nothing: any thread may be here."""
+    problem = "close it: MPI's communicators stay until then, and MPICH has 2048 of them"
+    warnings.warn(f"Communicator {name!r} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
+    for stream in streams:
+        stream.drop()
+    if watch is not None:
+        watch.drop()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from .errors import CollectiveError
 from .host.polling import LAND_SECONDS
@@ -133,6 +134,12 @@ DONE = Work()
 DONE._point.open()
 
 
+class Owner(Protocol):
+    """The communicator of a stream."""
+
+    def _close_stream(self, stream: Stream) -> None: ...
+
+
 class Stream:
     """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
 
@@ -140,7 +147,7 @@ class Stream:
     transport: runs the collectives, on an MPI communicator that belongs to the stream alone: its
         `commengine.calls.routes.Routes`, or NCCL's wire.
     device_transport: the same for device tensors, if MPI moves them.
-    release: frees the MPI communicator. Collective.
+    release: frees the MPI communicator. Collective. owner: closes the stream for `close`, and is told when it is.
     threaded: run the collectives on a worker thread. Without it (when MPI offers less than THREAD_MULTIPLE) each
         collective runs when it is enqueued: the same order and the same results, but no overlap.
     """
@@ -154,13 +161,16 @@ class Stream:
         threaded: bool,
         device_transport: Any = None,
         release: Callable[[], object] | None = None,
+        owner: Callable[[], Owner | None] = lambda: None,
     ) -> None:
         self.name = name
         self.index = index
         self.threaded = threaded
         self.transport = self._routes = transport
         self.device_transport = device_transport
-        self._release = release
+        self._release, self._owner = release, owner
+        #: whether it takes no more collectives
+        self.closed = False
         self._failure: BaseException | None = None
         self._current: Event | None = None  # what the worker runs
         self._records: list[Record] = []  # traced collectives that nobody has waited for one by one
@@ -171,7 +181,7 @@ class Stream:
             # A daemon thread: a program that ends without close() must not hang on an idle worker.
             self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
             self._worker.start()
-            atexit.register(self._end_with_program)
+            ends_with_program(self)
 
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
@@ -213,12 +223,24 @@ class Stream:
         return self
 
     def close(self) -> None:
-        """Finish what is enqueued, then end the worker."""
+        """Finish what is enqueued, end the worker, and free what was made from MPI. Collective; may be called again.
+
+        The communicator closes its streams with itself. A program that makes many closes those that it does not need.
+        """
+        owner = self._owner()
+        if not self.closed and owner is not None:
+            owner._close_stream(self)
+
+    def finish(self) -> None:
+        """End the worker when it has done what is enqueued, and free what was made from MPI. Collective."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
-            atexit.unregister(self._end_with_program)
+        self.closed = True
+        self._routes.close()
+        if self._release is not None:
+            self._release()
 
     def stop(self, reason: str) -> None:
         """Let nothing more begin, and tell the ranks that share memory with this one.
@@ -235,13 +257,18 @@ class Stream:
             self._routes.wire.stop("the communicator is closed")
             self._worker.join(EXIT_SECONDS)
             self._worker = None
-            atexit.unregister(self._end_with_program)
+        self.closed = True
         self._routes.abandon()
 
-    def _end_with_program(self) -> None:
+    def drop(self) -> None:
+        """End the worker when it has done what is enqueued; nobody can enqueue more. Waits for nothing."""
+        self._queue.put(None)
+
+    def end_with_program(self) -> None:
+        """Finish what is enqueued, as long as a program that ends can wait for it."""
         # Python ends the threads that are left when they ask for its lock, and a thread inside PyTorch then aborts the
         # process. So the worker ends first.
-        if self._worker is None or forked():
+        if self._worker is None:
             return
         self._queue.put(None)
         self._worker.join(EXIT_SECONDS)
@@ -251,6 +278,7 @@ class Stream:
             self.stop("the program ended")
             self._routes.wire.stop("the program ended")
             self._worker.join(2 * LAND_SECONDS)
+        self._worker = None
         self._end_job(late)
 
     def _end_job(self, late: str | None) -> None:
@@ -266,12 +294,6 @@ class Stream:
         if problem is not None:
             say(f"rank {load_mpi().COMM_WORLD.rank}: stream {self.name}: {problem}")
             abort(1)
-
-    def free(self) -> None:
-        """Free what was made from MPI, after `close`. Collective."""
-        self.transport.close()
-        if self._release is not None:
-            self._release()
 
     def _forget_waited(self) -> None:
         unwaited = [record for record in self._records if record.wait_start is None]
@@ -321,3 +343,21 @@ class Stream:
 
 def _nothing() -> None:
     pass
+
+
+#: the streams with work that a program may leave behind. A worker, and messages in flight, keep theirs alive
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def ends_with_program(stream: Stream) -> None:
+    """Let ``stream`` finish when the program ends without closing it."""
+    if not _streams:
+        atexit.register(_program_ends)
+    _streams.add(stream)
+
+
+def _program_ends() -> None:
+    if forked() or load_mpi().Is_finalized():
+        return
+    for stream in sorted(_streams, key=lambda one: one.name):
+        stream.end_with_program()

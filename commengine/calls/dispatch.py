@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 import weakref
@@ -42,17 +41,6 @@ from .known_calls import KnownCalls
 from .message_stream import MessageStream
 from .routes import Routes
 
-#: the dispatchers of all communicators, for `_refuse_in_children`
-_open: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
-
-
-def _refuse_in_children() -> None:
-    for dispatcher in list(_open):
-        dispatcher._refuse_in_child()
-
-
-os.register_at_fork(after_in_child=_refuse_in_children)
-
 
 class Dispatcher:
     """Runs the calls of one communicator, whose arguments have been checked.
@@ -71,7 +59,7 @@ class Dispatcher:
         self.busy = False
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
         self._hosted: HostedBackend | None = None  # the same, if MPI carries them
-        self._comm, self._watched = comm, watched
+        self._comm, self._watched = weakref.proxy(comm), watched  # a group that is dropped goes at once
         self._failures: tuple[type[Exception], ...] = (load_mpi().Exception, TransferError, OverflowError)
         #: the traces that log the calls
         self.logs: tuple[Trace, ...] = ()
@@ -81,7 +69,6 @@ class Dispatcher:
         #: the calls that skip the checks; None while calls without a stream are observed
         self.known: KnownCalls | None = None
         self.host = host
-        _open.add(self)
 
     @property
     def host(self) -> Any:
@@ -117,7 +104,7 @@ class Dispatcher:
     @property
     def refusal(self) -> str | None:
         """Why no call is taken, or None. Another rank of the node may have told."""
-        if self.closed:
+        if self.stopped is None and self.closed:
             return "the communicator is closed"
         if self.stopped is None and (told := self._comm._host.stopped) is not None:
             self.stop(told)
@@ -153,7 +140,7 @@ class Dispatcher:
             raise transport_error(self, operation, error) from error
         raise error
 
-    def _refuse_in_child(self) -> None:
+    def refuse_in_child(self) -> None:
         """Refuse all calls in a forked child, without a word to the other ranks: the group's rank is its parent."""
         self.stopped = "this process is a forked child, and the group's rank is its parent"
         self.busy, self._blocks = False, {}
@@ -424,7 +411,8 @@ class Dispatcher:
             return
         if stream not in self._comm._streams:
             name = getattr(stream, "name", repr(stream))
-            raise call_error(self, call.name, f"stream {name} was not made by this communicator")
+            what = "is closed" if getattr(stream, "closed", False) else "was not made by this communicator"
+            raise call_error(self, call.name, f"stream {name} {what}")
         if isinstance(stream, MessageStream) and (problem := stream.refusal(call)):
             raise call_error(self, call.name, problem)
         tensor, on_device = call.tensor, isinstance(stream, DeviceStream)

@@ -6,7 +6,6 @@ Here MPI has a message before the call that enqueues it returns, and the Work fi
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections import deque
@@ -14,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from commengine.errors import CollectiveError, TransferError
-from commengine.mpi import forked, load_mpi
+from commengine.mpi import load_mpi
 from commengine.operations.messages import Flight, MessageOperation
 from commengine.operations.operation import Call
-from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work
+from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work, ends_with_program
 from commengine.timeout.entries import Entry
 from commengine.trace import CollectiveEvent
 
@@ -116,15 +115,14 @@ class MessageStream(Stream):
     A message of another length is an error of its own Work, and the stream goes on: MPI has the later messages already.
     """
 
-    def __init__(self, name: str, index: int, transport: Routes, release: Callable[[], object]) -> None:
-        super().__init__(name, index, transport, threaded=False, release=release)
+    def __init__(self, name: str, index: int, transport: Routes, release: Callable[[], object], **owner: Any) -> None:
+        super().__init__(name, index, transport, threaded=False, release=release, **owner)
         self._in_flight: deque[MessageWork] = deque()
-        self._closed = False
-        atexit.register(self._end_with_program)
+        ends_with_program(self)
 
     def refusal(self, call: Call) -> str | None:
         """Return why the stream cannot take ``call``, or None."""
-        if self._closed:
+        if self.closed:
             return f"stream {self.name} is closed"
         if not isinstance(call.operation, MessageOperation):
             return f"stream {self.name} takes messages only (send, recv, sendrecv): see new_stream(threaded=False)"
@@ -175,15 +173,14 @@ class MessageStream(Stream):
 
         A peer that never comes keeps it waiting, as it keeps the thread of another stream: until the timeout.
         """
-        if not self._closed and not load_mpi().Is_finalized():
+        if not self.closed and not load_mpi().Is_finalized():
             self.drain()
 
-    def close(self) -> None:
-        """Wait for all messages, and take no more."""
+    def finish(self) -> None:
+        """Wait for all messages, take no more, and free what was made from MPI. Collective."""
         self.land()
-        self._closed = True
         self._in_flight.clear()
-        atexit.unregister(self._end_with_program)
+        super().finish()
 
     @property
     def untold_failure(self) -> BaseException | None:
@@ -192,22 +189,24 @@ class MessageStream(Stream):
 
     def abandon(self) -> None:
         """Take no more messages after `stop`, and keep the tensors of those that MPI still has. Not collective."""
+        self.drop()
+        super().abandon()
+
+    def drop(self) -> None:
+        """Keep the tensors of the messages that MPI still has."""
         for work in self._in_flight:
             if work._flight is not None:
                 work._flight.keep()
-        self._closed = True
         self._in_flight.clear()
-        atexit.unregister(self._end_with_program)
 
-    def _end_with_program(self) -> None:
-        # MPI would write into memory that Python frees, and a peer may still wait for a message.
-        if load_mpi().Is_finalized() or forked() or self._failure is not None:
+    def end_with_program(self) -> None:
+        """Wait for the messages, as long as a program that ends can wait: MPI would write into freed memory."""
+        if self.closed or self._failure is not None:
             return
         end, last = time.monotonic() + EXIT_SECONDS, self.record()
         while not last.done() and time.monotonic() < end:
             time.sleep(1e-3)
-        late = next((str(work._about) for work in self._in_flight if not work.done()), None)
-        self._end_job(late)
+        self._end_job(next((str(work._about) for work in self._in_flight if not work.done()), None))
 
     def _forget_done(self) -> None:
         """Let go of the oldest messages that are over, also if nobody waits for them."""
@@ -215,5 +214,5 @@ class MessageStream(Stream):
             self._in_flight.popleft()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise CollectiveError(f"stream {self.name} is closed")

@@ -97,13 +97,17 @@ class NcclBackend:
         made = together(group, lambda: None if part is None else NcclWire.open(self.runtime, part, self.device))
         return None if made is None else NcclBackend(made, self.clock)
 
-    def new_stream(self, comm: MPI.Intracomm, name: str, index: int, priority: int) -> DeviceStream:
+    def new_stream(
+        self, comm: MPI.Intracomm, name: str, index: int, priority: int, owner: Callable[[], Any]
+    ) -> DeviceStream:
         """Return a CUDA stream with an NCCL communicator of its own, over the ranks of ``comm``. Collective.
 
-        priority: of the CUDA stream, -1 (high) or 0. Raises CollectiveError on every rank or on none.
+        priority: of the CUDA stream, -1 (high) or 0. owner: as of `Stream`. Raises CollectiveError on every rank or on
+        none.
         """
         cuda_stream = self.runtime.cuda.Stream(self.device, priority)
-        return DeviceStream(name, index, NcclWire.open(self.runtime, comm, self.device, cuda_stream), cuda_stream)
+        wire = NcclWire.open(self.runtime, comm, self.device, cuda_stream)
+        return DeviceStream(name, index, wire, cuda_stream, owner=owner)
 
     def close(self) -> None:
         """End the NCCL communicator. Collective."""

@@ -71,8 +71,8 @@ class DeviceStream(Stream):
     on ``cuda_stream``.
     """
 
-    def __init__(self, name: str, index: int, transport: NcclWire, cuda_stream: Any) -> None:
-        super().__init__(name, index, transport, threaded=False, device_transport=transport)
+    def __init__(self, name: str, index: int, transport: NcclWire, cuda_stream: Any, **owner: Any) -> None:
+        super().__init__(name, index, transport, threaded=False, device_transport=transport, **owner)
         self.cuda_stream = cuda_stream
         self._cuda = transport.runtime.cuda
         self._in_flight: deque[DeviceWork] = deque()
@@ -120,19 +120,21 @@ class DeviceStream(Stream):
         self.cuda_stream.synchronize()
         self._forget_done()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Finish what is enqueued, then end the NCCL communicator. Collective."""
+        self.closed = True
         self.transport.close()
         self._in_flight.clear()
 
-    def free(self) -> None:
-        """Do nothing: `close` has freed everything."""
+    def drop(self) -> None:
+        """Do nothing: NCCL's communicator ends itself when it is dropped."""
 
     def stop(self, reason: str) -> None:
         """Do nothing: the communicator refuses the calls, and NCCL has those before."""
 
     def abandon(self) -> None:
         """End the NCCL communicator without the other ranks."""
+        self.closed = True
         self.transport.abort()
         self._in_flight.clear()
 

@@ -153,9 +153,13 @@ class Flight:
         each = {mpi.Get_error_class(status.Get_error()) for status in self._statuses}
         return each <= {mpi.SUCCESS, mpi.ERR_PENDING, mpi.ERR_TRUNCATE}
 
-    def keep(self) -> None:
-        """Wait a moment for the messages, and keep the tensors if MPI may read or write them still."""
+    def leave(self) -> None:
+        """Wait a moment for the messages, and then keep the tensors that MPI still has."""
         land(lambda: not any(self._requests) or self._wire.testall(self._requests, self._statuses))
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the tensors for the life of the process if MPI may read or write them still."""
         if any(self._requests):
             _left.append(self)
 
@@ -173,7 +177,7 @@ def _exchange(wire: MpiWire, transfers: list[Transfer]) -> None:
         flight.start()
         flight.wait()
     except BaseException:
-        flight.keep()
+        flight.leave()
         raise
 
 

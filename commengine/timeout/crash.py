@@ -70,6 +70,7 @@ class CrashReport:
         """Restore the signals."""
         if self.active:
             self._restore()
+            self._report = str  # what is called in forked children keeps this, and must not keep a watcher
             os.write(self._writing, _OVER)
 
     def _restore(self) -> None:

@@ -19,6 +19,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -63,6 +64,15 @@ EXIT_CODE = 124
 _ASKED, _TOLD, _OVER, _LAST = "asked", "told", "over", "last"
 
 
+#: the watchers whose threads run. A thread that is inside MPI while MPI is finalised crashes
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _program_ends() -> None:
+    for watch in [] if forked() else list(_watches):
+        watch._stop()
+
+
 class Watch:
     """The watcher of a root communicator and of all communicators that are split from it.
 
@@ -100,7 +110,9 @@ class Watch:
             self._crash = CrashReport(lambda problem: self._report_without_mpi(problem, why))
             self._thread = threading.Thread(target=self._serve, name="commengine watch", daemon=True)
             self._thread.start()
-            atexit.register(self._stop)  # a thread that is inside MPI while MPI is finalised crashes
+            if not _watches:
+                atexit.register(_program_ends)
+            _watches.add(self)
 
     def group(self, comm: MPI.Comm, name: str, parent: str = "") -> WatchedGroup:
         """Watch the communicator ``comm``, whose ranks all belong to the root communicator."""
@@ -127,31 +139,32 @@ class Watch:
 
         The caller has an entry that runs, and this call is watched to its end.
         """
-        alive = not load_mpi().Is_finalized()
-        if alive:
-            sleep_until_all(self._comm, SLEEP_SECONDS, self.look)
+        sleep_until_all(self._comm, SLEEP_SECONDS, self.look)
         self._stop()
-        if alive:
-            self._last, self._asked_for = True, None
-            self._leave()
+        self._last, self._asked_for = True, None
+        self._leave()
         self._closed = True
         for group in self._groups.values():  # what was split and is still open has no timeout any more
             group.over = True
         self.running.clear()
-        atexit.unregister(self._stop)
+        _watches.discard(self)
         if self._crash is not None:
             self._crash.close()
-        if alive:
-            self._comm.Free()
+        self._comm.Free()
 
     def abandon(self) -> None:
         """End the watcher of a communicator that takes no more calls. Not collective: the other ranks get no answer."""
         self._stop()
+        self.drop()
+
+    def drop(self) -> None:
+        """End the watcher soon. Waits for nothing."""
+        self._ending.set()
         self._closed = True
         for group in self._groups.values():
             group.over = True
         self.running.clear()
-        atexit.unregister(self._stop)
+        _watches.discard(self)
         if self._crash is not None:
             self._crash.close()
 
@@ -181,8 +194,6 @@ class Watch:
     # Looking --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        if forked():  # the thread is the parent's
-            return
         self._ending.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
