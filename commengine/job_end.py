@@ -1,4 +1,4 @@
-"""Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD.
+"""Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD; and which process may do so.
 
 This module imports the standard library alone, and nothing else of this package: `trainers.run.signals` runs its file
 before the imports that take seconds.
@@ -7,6 +7,7 @@ before the imports that take seconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +60,56 @@ for seconds, step in zip(steps[::2], steps[1::2]):
 """
 
 
+#: whether this process is a child that a rank forked: then it is no rank, and what it does is not the job's
+_child_of_rank = False
+
+
+def _forked() -> None:
+    global _child_of_rank
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    with contextlib.suppress(Exception):  # the fork may come in the middle of the import
+        _child_of_rank = _child_of_rank or (mpi is not None and mpi.Is_initialized())
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def is_child_of_rank() -> bool:
+    """Whether a rank of the job forked this process, which shares its memory and must not act in its name."""
+    return _child_of_rank
+
+
+def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for this process alone: in a child that it forks, which inherits it, it does nothing.
+
+    Whatever is given to `atexit`, or closes what belongs to the job, needs this.
+    """
+    process = os.getpid()
+
+    @functools.wraps(function)
+    def here(*args: Any, **named: Any) -> Any:
+        return function(*args, **named) if os.getpid() == process else None
+
+    return here
+
+
+def handle_signal(number: signal.Signals, handler: Callable[[int, Any], Any]) -> Any:
+    """``signal.signal`` for this process alone: in a child that it forks, the signal does what it did before the call.
+
+    Returns the handler before. Call it in the main thread.
+    """
+    process, before = os.getpid(), signal.getsignal(number)
+
+    def here(number: int, frame: Any) -> None:
+        if os.getpid() == process:
+            handler(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL if before is None else before)  # None: it is not Python's
+            signal.raise_signal(number)
+
+    return signal.signal(number, here)
+
+
 def say(text: str) -> None:
     """Print ``text`` to standard error, if it is still open. Never raises, so that `abort` is always reached."""
     with contextlib.suppress(Exception):
@@ -72,7 +124,7 @@ def process_status(code: int) -> int:
 
 def say_once_and_abort(text: str, code: int) -> NoReturn:
     """`abort` after a line that is printed once for the job, even if all ranks call this. For handlers of signals."""
-    if next((os.environ[name] for name in TASK_NUMBERS if name in os.environ), "0") != "0":
+    if not _child_of_rank and next((os.environ[name] for name in TASK_NUMBERS if name in os.environ), "0") != "0":
         _start_mpi()
         time.sleep(LATER_SECONDS)
     with contextlib.suppress(OSError):
@@ -83,7 +135,8 @@ def say_once_and_abort(text: str, code: int) -> NoReturn:
 def abort(code: int) -> NoReturn:
     """End every rank of MPI.COMM_WORLD now with exit code ``code``, or with 1 if ``code`` would read as success.
 
-    Where a launcher started this process and MPI has not begun, it begins here, which waits for the other ranks.
+    Where a launcher started this process and MPI has not begun, it begins here, which waits for the other ranks. In a
+    child that a rank forked, it ends this child alone.
     """
     code = process_status(code) or 1
     with contextlib.suppress(Exception):  # first: a pipe that nobody reads blocks the flush, too
@@ -91,6 +144,8 @@ def abort(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a closed stream or a broken pipe must not keep the other ranks waiting
             stream.flush()
+    if _child_of_rank:
+        os._exit(code)
     _start_mpi()
     time.sleep(FORWARD_SECONDS)
     mpi: Any = sys.modules.get("mpi4py.MPI")

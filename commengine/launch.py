@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from .communicator import Communicator
 from .device.choice import DeviceLike
 from .errors import LaunchError, UsageError, one_line
-from .job_end import abort, process_status, say, say_once_and_abort
+from .job_end import abort, is_child_of_rank, process_status, say, say_once_and_abort
 from .startup.programs import WorldPart, split_world
 from .startup.segments import unlink_own
 from .startup.start import start_mpi
@@ -38,7 +38,8 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = None
 
     An uncaught exception or ``sys.exit`` with an error on any rank ends all ranks at once, with the traceback of that
     rank and a non-zero exit code; Ctrl-C does so with one line and 130. Every rank must raise a `UsageError` together;
-    only rank 0 prints it. If ``main`` returns EX_TEMPFAIL (75: start the job again), all ranks must return it.
+    only rank 0 prints it. If ``main`` returns EX_TEMPFAIL (75: start the job again), all ranks must return it. A child
+    that a rank forks is no rank: it may end in any way, and the job goes on.
     """
     with abort_on_error():
         mpi = start_mpi()
@@ -55,6 +56,8 @@ def run(main: Callable[[Communicator], int | None], *, device: DeviceLike = None
             problem, code = f"error: {one_line(error)}", 2
             if world.rank == 0:
                 say(problem)
+        if is_child_of_rank():
+            sys.exit(code)
         _leave(world, farewell, code, problem)
     sys.exit(code)
 
@@ -85,25 +88,32 @@ def abort_on_error() -> Iterator[None]:
 
     Prints the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
     ``@abort_on_error()`` before a function does it for each call. A callback of ctypes or cffi needs that: its
-    exception does not reach a block around the program that calls it.
+    exception does not reach a block around the program that calls it. In a child that a rank forked it does nothing.
     """
     try:
         yield
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            raise
-        if not isinstance(stop.code, int):
-            say(f"[rank {_world_rank()}] {stop.code}")
-        abort(stop.code if isinstance(stop.code, int) else 1)
-    except LaunchError as error:
+    except BaseException as error:
+        if not is_child_of_rank():
+            _abort_after(error)
+        raise
+
+
+def _abort_after(error: BaseException) -> None:
+    """Say the error and end all ranks. Returns after ``sys.exit`` without an error."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return
+        if not isinstance(error.code, int):
+            say(f"[rank {_world_rank()}] {error.code}")
+        abort(error.code if isinstance(error.code, int) else 1)
+    if isinstance(error, LaunchError):
         time.sleep(seconds_to_wait())
         say(f"error: {error}")
         abort(1)
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         say_once_and_abort(f"[rank {_world_rank()}] interrupted (SIGINT)", 130)
-    except BaseException as error:
-        say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
-        abort(1)
+    say(f"[rank {_world_rank()}] {''.join(traceback.format_exception(error)).rstrip()}")
+    abort(1)
 
 
 def _world_rank() -> int | str:

@@ -26,7 +26,7 @@ TESTED_BY = {
     "commengine/rollcall/watcher.py": ["commengine/rollcall/test_program.py"],
     "commengine/errors.py": ["commengine/operations/test_checks.py", "commengine/test_agreement.py"],
     "commengine/host/polling.py": ["commengine/test_stream.py", "commengine/device/test_backends.py"],
-    "commengine/job_end.py": ["commengine/test_launch.py"],
+    "commengine/job_end.py": ["commengine/test_launch.py", "commengine/startup/test_forks.py"],
     "commengine/calls/failures.py": ["commengine/operations/test_checks.py"],
     **{
         f"commengine/operations/{name}.py": ["commengine/test_communicator_collectives.py"]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from commengine import Communicator, UsageError, launch
 from commengine.device.choice import DeviceLike
 from commengine.errors import one_line
+from commengine.job_end import handle_signal
 from commengine.startup.tasks import task_number
 
 STATUS = 2  # of a process whose user made an error
@@ -61,7 +62,7 @@ def run_alone(main: Callable[[], int | None]) -> NoReturn:
     The status is 1, without a traceback, if the reader of standard output went away (``| head``), as the documentation
     of Python's signal module advises.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    handle_signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = main()
         sys.stdout.flush()

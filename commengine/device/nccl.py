@@ -209,6 +209,7 @@ class NcclWire:
 
     def __init__(self, runtime: Runtime, comm: Any, device: torch.device, stream: Any = None) -> None:
         self._comm = comm
+        self._process = os.getpid()
         self._life = threading.Lock()  # the watcher's thread may call `failure` while this thread closes
         self._fixed = stream
         self._last = stream  # holds the last call, and waits for all earlier ones
@@ -267,10 +268,14 @@ class NcclWire:
     def __del__(self) -> None:
         # CuPy's destructor waits for the other ranks without an end. A transport that was not closed must not hang when
         # it is dropped, and must not end collectives that every rank has enqueued.
-        if getattr(self, "_comm", None) is not None:
-            with contextlib.suppress(Exception):  # the interpreter may be ending
-                self._wait_in_flight(DROP_SECONDS)
-            self.abort()
+        if getattr(self, "_comm", None) is None:
+            return
+        if os.getpid() != self._process:  # a forked child: the communicator is its parent's
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))  # CuPy's destructor would end it
+            return
+        with contextlib.suppress(Exception):  # the interpreter may be ending
+            self._wait_in_flight(DROP_SECONDS)
+        self.abort()
 
     def _wait_in_flight(self, seconds: float) -> None:
         """Wait until all calls so far are done, NCCL reports a failure, or ``seconds`` have passed."""

@@ -51,12 +51,15 @@ def watched(settings: dict[str, Any]) -> None:
     """Let a watcher ask this process where it is: by signals, and, when Python runs, by a thread."""
     stacks, asked, moves = (os.memfd_create(name) for name in ("stacks", "asked", "moves"))
     os.ftruncate(moves, SEEN.size)
-    seen, number = mmap.mmap(moves, SEEN.size), itertools.count(1)
+    seen, number, process = mmap.mmap(moves, SEEN.size), itertools.count(1), os.getpid()
 
     def moved(*_: object) -> None:
-        SEEN.pack_into(seen, 0, 0, next(number) % 2**32)
+        if os.getpid() == process:
+            SEEN.pack_into(seen, 0, 0, next(number) % 2**32)
 
     def ends() -> None:  # Python takes its handlers away, and a signal must not end the process then
+        if os.getpid() != process:  # a forked child, which shares the memory
+            return
         SEEN.pack_into(seen, 0, 1, 0)
         for number in (SAMPLE, MOVED):
             signal.signal(number, signal.SIG_IGN)
@@ -72,7 +75,7 @@ def watched(settings: dict[str, Any]) -> None:
     answer, answers = os.pipe()
     threading.Thread(target=_answer, args=(questions, answers, threading.main_thread().ident), daemon=True).start()
     files = {"stacks": stacks, "asked": asked, "moves": moves, "ask": ask, "answer": answer}
-    words = json.dumps({**settings, **files, "process": os.getpid()})
+    words = json.dumps({**settings, **files, "process": process})
     watcher = str(Path(__file__).with_name("watcher.py"))
     output = None if settings["rank"] == 0 else subprocess.DEVNULL
     subprocess.Popen(

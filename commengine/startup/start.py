@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine.errors import LaunchError
-from commengine.job_end import beside
+from commengine.job_end import beside, in_this_process
 from commengine.mpi import load_mpi
 
 from .pmi_relay import start_relay
@@ -32,7 +32,9 @@ _SET_PDEATHSIG = 1  # linux/prctl.h
 
 def start_mpi() -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by this call or before it. Collective over the launcher's tasks."""
+    ours = False
     if "mpi4py.MPI" not in sys.modules:
+        ours = _finalise_here()
         remove_stale()
         say_if_too_small()
         start_relay()
@@ -47,10 +49,25 @@ def start_mpi() -> Any:
             ) from error
         if not mpi.Is_initialized():  # somebody set mpi4py.rc.initialize = False
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            # mpi4py finalises only what it has initialised. Exit functions run in reverse order: this one is registered
-            # first and runs after our threads have ended.
-            atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
+            ours = True
+        if ours:
+            # Exit functions run in reverse order: this one is registered first and runs after our threads have ended.
+            atexit.register(in_this_process(lambda: mpi.Is_finalized() or mpi.Finalize()))
     return mpi
+
+
+def _finalise_here() -> bool:
+    """Take the end of MPI from mpi4py, unless the program has decided about it. Returns whether it is this module's.
+
+    mpi4py would finalise in a forked child, too, which says goodbye to the other ranks in the name of this one.
+    """
+    with contextlib.suppress(ImportError):
+        import mpi4py
+
+        if mpi4py.rc.finalize is None and mpi4py.rc.initialize:
+            mpi4py.rc.finalize = False
+            return True
+    return False
 
 
 def end_with_launcher() -> None:

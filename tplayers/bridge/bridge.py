@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commengine import CollectiveError, CollectiveTimeout, Communicator
 from commengine.host.polling import PollingCalls
-from commengine.job_end import abort, say
+from commengine.job_end import abort, in_this_process, say
 from commengine.mpi import OwnsCommunicators, load_mpi
 from commengine.startup.start import SLOW_SECONDS
 from tplayers.functions import one_derivative, outside_graphs
@@ -45,7 +45,7 @@ def _end_the_other_program() -> None:
             abort(1)
 
 
-atexit.register(_end_the_other_program)
+atexit.register(in_this_process(_end_the_other_program))
 
 
 class Bridge(OwnsCommunicators):

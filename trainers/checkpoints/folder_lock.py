@@ -230,6 +230,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
         A file that cannot be removed is that of a dead process as soon as this one ends.
         """
+        if os.getpid() != self._me["pid"]:  # a forked child, whose parent holds the lock
+            return
         self._ended.set()
         if self._thread is not None:  # it might make the file again
             self._thread.join()

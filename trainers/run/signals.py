@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ def end_on_interrupt() -> None:
         say_and_end("interrupted (SIGINT) before the run began", 130)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, end)
+        _JOB_END["handle_signal"](signal.SIGINT, end)
 
 
 def end_on_signals(arguments: Sequence[str]) -> None:
@@ -55,7 +56,7 @@ def end_on_signals(arguments: Sequence[str]) -> None:
             numbers.add(parse(name))
     for number in numbers - {signal.SIGINT}:
         text = f"{number.name} before the run began: nothing to save (exit status {os.EX_TEMPFAIL})"
-        signal.signal(number, lambda *_, text=text: say_and_end(text, os.EX_TEMPFAIL))
+        _JOB_END["handle_signal"](number, lambda *_, text=text: say_and_end(text, os.EX_TEMPFAIL))
 
 
 def say_and_end(text: str, status: int) -> NoReturn:
@@ -71,7 +72,7 @@ class SignalListener:
 
     at_once: called in the listener's thread with each signal that comes before `hold`, and with a SIGINT that is not
     the first; it ends the process. Outside of the main thread of Python it hears nothing, because only that thread may
-    set handlers.
+    set handlers. A child that the process forks does not listen: it would write into the pipe that its parent reads.
     """
 
     def __init__(self, at_once: Callable[[signal.Signals], None]) -> None:
@@ -90,6 +91,13 @@ class SignalListener:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self.add(signal.SIGINT)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        this = weakref.ref(self)
+
+        def forked() -> None:
+            if (me := this()) is not None:
+                me.close(ignore=False)
+
+        os.register_at_fork(after_in_child=forked)
 
     def add(self, number: signal.Signals) -> None:
         """Hear ``number``, too."""

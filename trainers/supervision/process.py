@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
+from commengine.job_end import handle_signal
+
 #: the signals that a batch system or a person sends to stop a run
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: those of them that stay ignored, here and in the child, if they are ignored at the start: SIGHUP is under nohup, and
@@ -42,7 +44,7 @@ class Signals:
     def __enter__(self) -> Self:
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN or number not in LEFT_IGNORED:
-                self._before[number] = signal.signal(number, self._take)
+                self._before[number] = handle_signal(number, self._take)
         return self
 
     def __exit__(self, *exception: object) -> None:
