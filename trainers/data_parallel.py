@@ -97,7 +97,7 @@ class DataParallel:
             module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
             bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
         )  # fmt: skip
-        self._views = {p: view for bucket in self.gradients.buckets for p, view in bucket.views.items()}
+        self._buckets = {p: bucket for bucket in self.gradients.buckets for p in bucket.views}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -171,7 +171,7 @@ class DataParallel:
         self.gradients.finish()
         for parameter, note in zip(self._trained.values(), noted, strict=True):
             if parameter.grad is None and note == 0:
-                parameter.grad = self._views[parameter]
+                parameter.grad = self._buckets[parameter].gradient_of(parameter)
         if apart:
             raise RuntimeError(
                 f"buffers have other shapes on other ranks: {self.buffers.replaced()}; with equal_buffers=False "

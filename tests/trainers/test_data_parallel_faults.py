@@ -1,12 +1,17 @@
 """DataParallel after failed backwards, with nested backwards, and with modules that change after its construction."""
 
+import random
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from commengine import CollectiveError
 from tests.support.training.failing import Fails
 from trainers.data_parallel import DataParallel
+from trainers.training.sharded_optimizer import ShardedOptimizer
 
 pytestmark = [pytest.mark.mpi(min_size=2)]
 
@@ -134,3 +139,148 @@ def test_buffers_that_one_rank_replaces_by_another_shape_are_an_error_on_every_r
             with pytest.raises(RuntimeError, match=r"other shapes on other ranks: cache.*equal_buffers=False"):
                 net(x).sum().backward()
         assert net.layer.weight.grad is not None
+
+
+# Memory orders ------------------------------------------------------------------------------------------------------
+
+
+class Pictures(nn.Module):
+    """Parameters of 1, 2, 3, 4 and 5 dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Sequential(nn.Conv3d(2, 3, (2, 1, 3)), nn.Flatten(2), nn.Conv1d(3, 4, 2), nn.GELU())
+        self.flat = nn.Conv2d(4, 2, (1, 3))
+        self.head = nn.Linear(2, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.flat(self.body(x).unsqueeze(2)).mean(dim=(2, 3)))
+
+
+def turned(one, order):
+    """The values of ``one``, whose dimensions lie in memory in ``order``."""
+    return one.permute(order).contiguous().permute([order.index(n) for n in range(one.dim())])
+
+
+def drawn_orders(rng, net):
+    """Matrices turned, channels_last, and orders that nothing has a name for."""
+    for p in net.parameters():
+        order = list(range(p.dim()))
+        rng.shuffle(order)
+        p.data = turned(p.data, order)
+
+
+KINDS = {
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "SGD": partial(torch.optim.SGD, momentum=0.9, fused=True),
+    "Adam": partial(torch.optim.Adam, foreach=True),
+}
+
+
+@pytest.mark.parametrize("bucket_size", [1, 10**6])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_may_lie_in_another_order_on_each_rank(world, kind, sharded, bucket_size):
+    """And may be laid out anew between two steps, on one rank. The truth has contiguous parameters and all samples."""
+    drawn = torch.Generator().manual_seed(3)
+    whole = torch.randn(2 * world.size, 2, 3, 2, 6, dtype=torch.float64, generator=drawn)
+    x, rng = whole[2 * world.rank : 2 * world.rank + 2], random.Random(f"{kind} {bucket_size} {world.rank}")
+    net, expected = Pictures(), Pictures()
+    drawn_orders(rng, net)
+    make = KINDS[kind]
+    truth = make(expected.parameters(), lr=0.05)
+    with DataParallel(net, world, bucket_size=bucket_size) as replicas:
+        options = {"lr": 0.05, **make.keywords}
+        optimizer = replicas.sharded(make.func, **options) if sharded else make.func(net.parameters(), **options)
+        for step in range(4):
+            if step == 2 and world.rank == 0 and (sharded or kind == "Adam"):  # torch's fused ones do not follow
+                drawn_orders(rng, net)
+            for one in (net, expected):
+                one.zero_grad(set_to_none=step != 1)
+            with replicas.no_sync():
+                net(x[:1]).square().sum().backward()
+            net(x[1:]).square().sum().backward()
+            (expected(whole).square().sum() / world.size).backward()
+            for (name, p), q in zip(net.named_parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10, msg=name)
+            optimizer.step()
+            truth.step()
+            for (name, p), q in zip(net.named_parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9, msg=f"{name} after step {step}")
+
+
+class Named(nn.Parameter):
+    pass
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Wrapped(torch.Tensor):
+    """It keeps its numbers in another tensor, as quantized and distributed tensors do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = [one.inner if isinstance(one, Wrapped) else one for one in args]
+        found = func(*inner, **(kwargs or {}))
+        return cls(found) if func is torch.ops.aten.detach.default else found
+
+
+def small():
+    torch.manual_seed(1)
+    return nn.Linear(3, 2, bias=False).double()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("make", [Named, lambda one: nn.Parameter(one.as_subclass(Marked))])
+def test_parameters_of_another_class_that_holds_its_numbers(world, make, everywhere, sharded):
+    whole, x = drawn(world)
+    net, expected = small(), small()
+    if everywhere or world.rank == 0:
+        net.weight = make(net.weight.detach().t().contiguous().t())
+    truth = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    with DataParallel(net, world) as replicas:
+        kind = torch.optim.AdamW
+        optimizer = replicas.sharded(kind, lr=0.1) if sharded else kind(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(x).square().mean().backward()
+            expected(whole).square().mean().backward()
+            assert_gradients(net, expected)
+            for one in (optimizer, truth):
+                one.step()
+                one.zero_grad()
+        assert torch.allclose(net.weight, expected.weight, rtol=1e-10)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda one: one[:1].detach().expand(2, 3), r"has elements that share memory"),
+        (lambda one: torch.arange(4.0).double().as_strided((2, 3), (1, 1)), r"has elements that share memory"),
+        (lambda one: one.detach().to_sparse(), r"is sparse"),
+        (lambda one: Wrapped(one.detach()), r"is a Wrapped, which implements"),
+    ],
+)
+def test_parameters_that_cannot_be_shared_are_refused_on_every_rank(world, make, said, grad, everywhere):
+    net = small().requires_grad_(grad)
+    if everywhere or world.rank == world.size - 1:
+        net.weight = nn.Parameter(make(net.weight), requires_grad=grad)
+    net.register_parameter("other", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(CollectiveError, match="weight " + said):
+        DataParallel(net, world)
+    if grad:
+        with pytest.raises(CollectiveError, match="0 " + said):
+            ShardedOptimizer([net.weight], torch.optim.SGD, world, lr=0.1)

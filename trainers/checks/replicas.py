@@ -17,6 +17,7 @@ from commengine.copies import difference_between
 from commengine.rank_zero import broadcast_json
 from tplayers import placements
 from tplayers.experts.moe import expert_parameters
+from trainers.training.layout import unusable
 from trainers.training.module_state import copy_from_rank_zero
 from trainers.training.trainer import Trainer
 
@@ -82,15 +83,16 @@ def differing(
 def require_same_structure(world: Communicator, module: nn.Module) -> None:
     """Raise CollectiveError on every rank unless ``module`` has the same parameters and buffers on every rank.
 
-    Names, global shapes, dtypes, kinds of devices, and which parameters require a gradient are compared; values are
-    not. Collective.
+    Names, global shapes, dtypes, kinds of devices, and which parameters require a gradient are compared; values and
+    the order of elements in memory are not. Raises it, too, if a parameter's values cannot be shared, as those of an
+    expanded one. Collective.
     """
     mine = dict(_structure(module))
     first: dict[str, str] = broadcast_json(world, mine)
-    problem = None
+    problem = next((f"{name} {why}" for name, p in module.named_parameters() if (why := unusable(p))), None)
     for name in [*first, *mine]:
         if (one := mine.get(name, "missing")) != (other := first.get(name, "missing")):
-            problem = f"the module differs between ranks: {name} is {one}, and on rank 0 it is {other}"
+            problem = problem or f"the module differs between ranks: {name} is {one}, and on rank 0 it is {other}"
             break
     if problem is None and list(mine) != list(first):
         problem = "the module differs between ranks: it has the parameters of rank 0 in another order"

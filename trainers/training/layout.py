@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ class BucketLayout:
         moments.
     masters: False: half-precision parameters have no masters, and are treated as others. flat: see below; True makes
         it so in any case, and a matrix that lies transposed in memory then lies so in the buffers, too. counted,
-        expert: as in `Treatment`, of all of them.
+        expert: as in `Treatment`, of all of them. apart: the names of `in_other_orders`.
 
     mixed: the parameters are in half precision, so they have masters, and gradient sums, in fp32.
     flat: the parameters are to be views of one buffer (`trainers.training.optimizer.FlatParameters`): those in half
@@ -59,6 +60,7 @@ class BucketLayout:
     def __init__(
         self, part: list[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], data: Communicator, *,
         shard: bool, masters: bool = True, flat: bool = False, counted: bool = True, expert: bool = False,
+        apart: Collection[str] = (),
     ) -> None:  # fmt: skip
         first = part[0][1]
         self.names = {parameter: name for name, parameter in part}
@@ -71,8 +73,11 @@ class BucketLayout:
         self.state_dtype = torch.float32 if self.mixed else first.dtype
         self.sharded = shard
         self.flat = flat or shard or self.mixed
+        self._in_order = {p for p, name in self.names.items() if self.flat or name in apart}
         self._turned = {
-            p for p in self.names if flat and p.dim() == 2 and not p.is_contiguous() and p.t().is_contiguous()
+            p
+            for p, name in self.names.items()
+            if flat and name not in apart and p.dim() == 2 and not p.is_contiguous() and p.t().is_contiguous()
         }
         unit = ALIGNMENT if self.flat else 1
         shares = data.size if shard else 1
@@ -89,14 +94,14 @@ class BucketLayout:
     def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
         """The part of ``flat`` [size] that belongs to ``parameter``, in the parameter's shape.
 
-        Outside of flat parameters it has the parameter's strides, too, if that is dense (``channels_last``): optimizers
-        are slower if a gradient is not laid out as its parameter.
+        Outside of flat parameters it has the parameter's strides, too, if that is dense (``channels_last``) and lies so
+        on all ranks: torch's fused optimizers need a gradient that is laid out as its parameter.
         """
         start = self.starts[parameter]
         part = flat[start : start + parameter.numel()]
         if parameter in self._turned:
             return part.view(parameter.shape[::-1]).t()
-        return part.view(parameter.shape) if self.flat else viewed_as(part, parameter)
+        return part.view(parameter.shape) if parameter in self._in_order else viewed_as(part, parameter)
 
     def elements(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
         """``values``, in the shape of ``parameter``, in the order of its part of a flat buffer: [elements].
@@ -144,10 +149,66 @@ def parts(
 
 def viewed_as(flat: Tensor, one: Tensor) -> Tensor:
     """``flat`` [elements of ``one``] as a tensor of the shape of ``one``, with its strides if it is dense."""
-    order = sorted(range(one.dim()), key=one.stride, reverse=True)
-    if one.is_contiguous() or not one.permute(order).is_contiguous():
+    if one.is_contiguous() or not _dense(one):
         return flat.view(one.shape)
     return flat.as_strided(one.shape, one.stride(), flat.storage_offset())
+
+
+def _dense(one: Tensor) -> bool:
+    return one.permute(_slowest_first(one)).is_contiguous()
+
+
+def _slowest_first(one: Tensor) -> list[int]:
+    return sorted(range(one.dim()), key=one.stride, reverse=True)
+
+
+def memory_order(one: Tensor) -> list[int]:
+    """The dimensions of more than one element, from the slowest in memory to the fastest: those of its gradient, too.
+
+    Of a tensor that is not dense, they are those of a contiguous one.
+    """
+    own = not one.is_contiguous() and _dense(one)
+    return [dim for dim in (_slowest_first(one) if own else range(one.dim())) if one.shape[dim] > 1]
+
+
+def lies_as(one: Tensor, parameter: Tensor) -> bool:
+    """Whether ``one`` lies in memory as a gradient of ``parameter`` does."""
+    return one.stride() == parameter.stride() or memory_order(one) == memory_order(parameter)
+
+
+def unusable(parameter: Tensor) -> str | None:
+    """Why flat buffers cannot carry the values of ``parameter``; None if they can."""
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        return "is sparse, or quantized: only dense parameters of plain numbers are shared"
+    # A class that takes part in torch's dispatch keeps its numbers elsewhere, such as in other tensors.
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {type(parameter).__name__}, which implements torch's operations itself"
+    sizes = sorted((stride, size) for size, stride in zip(parameter.shape, parameter.stride(), strict=True) if size > 1)
+    reached = 0
+    for stride, size in sizes if parameter.numel() else ():
+        if stride <= reached:
+            return "has elements that share memory, such as those of expand(): clone() it"
+        reached += (size - 1) * stride
+    return None
+
+
+def in_other_orders(named: Mapping[str, Tensor], data: Communicator) -> set[str]:
+    """The names of parameters that lie in memory in another order on another rank, such as transposed. Collective.
+
+    named: the same names on every rank of ``data``. In a flat buffer these parameters lie as contiguous ones do: an
+    element must have one place on all ranks. Raises CollectiveError on every rank if one is `unusable` on a rank.
+    """
+    if data.size == 1:
+        return set()
+    problem = next((f"{name} {why}" for name, one in named.items() if (why := unusable(one)) is not None), None)
+    orders = [zlib.crc32(repr(memory_order(one)).encode()) if problem is None else 0 for one in named.values()]
+    low, high = data.extremes([problem is not None, zlib.crc32(repr(orders).encode())])
+    if high[0]:
+        data.compare("the parameters", problem)
+    if low[1] == high[1]:
+        return set()
+    data.compare(f"the parameters {', '.join(named)}")
+    return {name for name, one, other in zip(named, *data.extremes(orders), strict=True) if one != other}
 
 
 def put_back(one: Tensor, place: Tensor, address: int) -> bool:

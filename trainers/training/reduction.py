@@ -16,7 +16,7 @@ from tplayers import all_reduce_together, placements
 from tplayers.canonical.shards import tree_sum
 from tplayers.experts.moe import expert_parameters
 
-from .layout import BucketLayout, Treatment, new_buffer, parts, put_back
+from .layout import BucketLayout, Treatment, in_other_orders, lies_as, new_buffer, parts, put_back
 from .sample_tree import SampleTree
 from .tied import TiedWeight
 
@@ -44,7 +44,8 @@ class GradientBucket:
     gradients: a buffer [layout.size] that holds them, in ``layout.state_dtype``, and None if there is none. There is
     none in single and double precision where ``data`` has one rank, unless the parameters are flat: nothing is sent,
     and the gradients stay where autograd puts them. In half precision ``parameter.grad`` is None after each backward,
-    because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it.
+    because the buffer has its sum in fp32. In other precisions with a buffer ``parameter.grad`` is a view of it, unless
+    the parameter lies in another order than there: then it is a copy.
 
     run: gradients come from one sample at a time and are added up in a tree, of which this is a leaf's samples
     (`SampleTree`); ``parameter.grad`` then is None after each backward, too. None: they are added one to the other.
@@ -57,6 +58,7 @@ class GradientBucket:
         self.layout, self.data, self.stream = layout, data, stream
         self.waiting: set[nn.Parameter] = set()  # for their last gradient of this step
         self._fresh: set[nn.Parameter] = set()  # without a gradient in this step yet; used in half precision only
+        self._copied: set[nn.Parameter] = set()  # the gradient is a copy of what is in the buffer
         self.last = False  # the step's last microbatch is under way
         self.gradients: Tensor | None = None
         self.views: dict[nn.Parameter, Tensor] = {}  # the part of `gradients` of each parameter
@@ -87,7 +89,7 @@ class GradientBucket:
             return
         self.gradients.zero_()
         for parameter, view in self.views.items():  # a caller that set a gradient to None took it out of the buffer
-            parameter.grad = view
+            parameter.grad = view if lies_as(view, parameter) else None
 
     def begin_sample(self, *, last: bool) -> None:
         """Wait for the gradients of the next sample, or microbatch. last: it is the last one of the step.
@@ -120,6 +122,21 @@ class GradientBucket:
             raise RuntimeError(f"{self.layout.names[parameter]}: its gradient is sparse; only dense ones are summed")
         view.copy_(grad.detach())
         parameter.grad = view
+        if not lies_as(view, parameter):
+            self._copied.add(parameter)
+            parameter.grad = self.gradient_of(parameter)
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """What is in the buffer for ``parameter``, as its gradient: in the memory order of the parameter."""
+        view = self.views[parameter]
+        return view if lies_as(view, parameter) else torch.empty_like(parameter.detach()).copy_(view)
+
+    def take_sums(self) -> None:
+        """Give the gradients that are no views of the buffer its values."""
+        for parameter in self._copied:
+            if parameter.grad is not None:
+                parameter.grad = self.gradient_of(parameter)
+        self._copied.clear()
 
     def put_back(self) -> None:
         """Make the gradients views of the buffer again. ``module.to(...)`` gives those that are there other memory.
@@ -133,6 +150,8 @@ class GradientBucket:
                     f"{place.device} to {view.dtype} on {view.device} after its gradients got their buffer; convert "
                     "it before"
                 )
+            if parameter.grad is view and not lies_as(view, parameter):  # the parameter has other memory now
+                parameter.grad = self.gradient_of(parameter)
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Move the half-precision gradient that autograd left into the fp32 sum.
@@ -213,13 +232,20 @@ class GradientBuckets:
         groups = dict.fromkeys([data, *([experts] if of_experts and experts is not None else [])])
         streams = {group: group.new_stream() for group in groups if overlap and group.size > 1}
 
+        def group_of(name: str) -> Communicator:
+            return experts if experts is not None and name in of_experts else data
+
+        apart = set[str]()
+        for group in groups:
+            apart |= in_other_orders({name: p for name, p in trained if group_of(name) is group}, group)
+
         def new(part: list[tuple[str, nn.Parameter]]) -> GradientBucket:
             name = part[0][0]
             counted = tied is None or tied.counted or name != tied.name
-            group = experts if experts is not None and name in of_experts else data
+            group = group_of(name)
             layout = BucketLayout(
                 part, self.placements, group, shard=shard, masters=masters, flat=run is not None, counted=counted,
-                expert=name in of_experts,
+                expert=name in of_experts, apart=apart,
             )  # fmt: skip
             return GradientBucket(layout, group, run, streams.get(group))
 
@@ -325,6 +351,7 @@ class GradientBuckets:
                 work.wait()
                 if received is not None:
                     bucket.reduced.copy_(received)
+                bucket.take_sums()
         self._in_flight.clear()
         self._complete = 0
         self._sum_partial()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator
 
-from .layout import ALIGNMENT, new_buffer, put_back, rounded_up, viewed_as
+from .layout import ALIGNMENT, in_other_orders, lies_as, new_buffer, put_back, rounded_up, viewed_as
 
 #: PyTorch's optimizers whose update of a parameter depends on that parameter and its gradient alone
 SEPARATE = frozenset({
@@ -29,12 +29,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     params: parameters or groups of them, as for ``kind``, in the same order on every rank. options: of ``kind``.
     separate: ``kind`` is not one of PyTorch's, and treats parameters separately; else ValueError.
 
-    Construction and `step` are collective. Construction makes the parameters views of flat buffers. A program may put
-    other memory in a parameter's place later, as ``module.to(memory_format=...)`` does: the next `step` copies its
-    values into the view, and puts the view back with its strides. ``param_groups`` has all parameters on every rank, so
-    learning-rate schedulers and gradient scalers work as with ``kind``; ``state`` has this rank's parameters only. A
-    group cannot be added later. `step` raises RuntimeError if a parameter has another dtype, shape or device than
-    before, because its place in the buffer does not fit it any more.
+    Construction and `step` are collective. Construction makes the parameters views of flat buffers; one that lies in
+    another memory order on another rank becomes contiguous. A program may put other memory in a parameter's place
+    later, as ``module.to(memory_format=...)`` does: the next `step` copies its values into the view, and puts the view
+    back with its strides. ``param_groups`` has all parameters on every rank, so learning-rate schedulers and gradient
+    scalers work as with ``kind``; ``state`` has this rank's parameters only. A group cannot be added later. `step`
+    raises RuntimeError if a parameter has another dtype, shape or device than before, because its place in the buffer
+    does not fit it any more.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"ShardedOptimizer: a parameter is {_described(parameter)} now, and was {_described(view)} when "
                     "the optimizer was made; convert the module before that"
                 )
+            _lay_out_gradient(parameter)
 
     def publish(self) -> None:
         """Give all ranks the values that the owners have. Collective over the data group."""
@@ -131,6 +133,13 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
 
 
+def _lay_out_gradient(parameter: nn.Parameter) -> None:
+    """Lay the gradient out as ``parameter`` lies now: torch's fused optimizers take their elements in memory order."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is torch.strided and not lies_as(grad, parameter):
+        parameter.grad = torch.empty_like(parameter.detach()).copy_(grad.detach())
+
+
 def _flattened(
     owner: dict[nn.Parameter, int], data: Communicator
 ) -> tuple[list[tuple[int, Tensor]], list[tuple[nn.Parameter, Tensor, int]]]:
@@ -143,12 +152,15 @@ def _flattened(
     together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, rank in owner.items():
         together.setdefault((rank, parameter.dtype, parameter.device), []).append(parameter)
+    names = {str(number): parameter for number, parameter in enumerate(owner)}
+    apart = {names[name] for name in in_other_orders(names, data)}
     buffers, views = [], []
     for (rank, dtype, device), parameters in together.items():
         sizes = [rounded_up(parameter.numel(), ALIGNMENT) for parameter in parameters]
         flat = new_buffer(sum(sizes), dtype, device, data)
         for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
-            view = viewed_as(part[: parameter.numel()], parameter)
+            part = part[: parameter.numel()]
+            view = part.view(parameter.shape) if parameter in apart else viewed_as(part, parameter)
             view.copy_(parameter.detach())
             parameter.data = view
             views.append((parameter, view, view.data_ptr()))
