@@ -62,7 +62,8 @@ class DataParallel:
 
     Raises CollectiveError on every rank if the module differs between ranks in structure, or with
     ``make_equal=False`` in values; and in the first backward if the ranks of a tensor group have different gradients of
-    a parameter that each of them holds. A backward raises RuntimeError on every rank if a gradient is missing.
+    a parameter that each of them holds. A backward raises RuntimeError on every rank if a gradient is missing, or if
+    the backward itself changes parameters, as an optimizer in a gradient's hook does.
     """
 
     def __init__(
@@ -161,12 +162,13 @@ class DataParallel:
 
     def _finish(self, *, excused: bool) -> None:
         """Send what is left and wait for everything. excused: this rank has had no backward."""
+        updated = self._backwards.updated()
         late = self.gradients.complete()
         self._block.close()
         self._backwards.stop()
         altered = self._altered()
-        noted, any_altered, apart = self._exchange(
-            set() if excused or self.allow_unused else set(late), altered=altered != ""
+        noted, any_altered, any_updated, apart = self._exchange(
+            set() if excused or self.allow_unused else set(late), altered=altered != "", updated=bool(updated)
         )
         self.gradients.finish()
         for parameter, note in zip(self._trained.values(), noted, strict=True):
@@ -183,6 +185,13 @@ class DataParallel:
             raise RuntimeError(
                 f"the module's parameters are not those of the time when DataParallel was made: "
                 f"{altered or 'they have changed on another rank'}; make a new DataParallel"
+            )
+        if any_updated:
+            where = ", ".join(name for name, p in self._trained.items() if p in updated) or "on another rank"
+            raise RuntimeError(
+                f"parameters were changed during the backward: {where}. An optimizer in a hook of a gradient has the "
+                "gradient of its own rank, because the average comes at the end of the backward, and so the replicas "
+                "have parted; call the optimizer's step after the backward"
             )
         names = [name for name, note in zip(self._trained, noted, strict=True) if note == _LATE]
         if names:
@@ -203,18 +212,19 @@ class DataParallel:
         said = [f"new or no longer frozen: {', '.join(new)}"] if new else []
         return "; ".join(said + ([f"gone: {', '.join(gone)}"] if gone else []))
 
-    def _exchange(self, late: set[str], *, altered: bool) -> tuple[list[int], bool, bool]:
+    def _exchange(self, late: set[str], *, altered: bool, updated: bool) -> tuple[list[int], bool, bool, bool]:
         """Tell the ranks what is missing and what has changed here.
 
         late: names of parameters without a gradient in this backward, where that is an error. altered: this rank's
-        module has other parameters now. Returns for each trained parameter _LATE if that is so on a rank, _ABSENT if no
-        replica has a gradient of it, else 0; whether a rank's module has other parameters now; and whether the shapes
-        of buffers differ. Collective over both groups.
+        module has other parameters now. updated: its parameters changed in a backward. Returns for each trained
+        parameter _LATE if that is so on a rank, _ABSENT if no replica has a gradient of it, else 0; whether a rank's
+        module has other parameters now; whether they changed in a backward; and whether the shapes of buffers differ.
+        Collective over both groups.
         """
         grid = self.grid
         notes = [_LATE if name in late else _ABSENT * (p.grad is None) for name, p in self._trained.items()]
         layout = self.buffers.layout() if self.equal_buffers else 0
-        told = torch.tensor([*notes, altered, layout, -layout], dtype=torch.int64, device="cpu")
+        told = torch.tensor([*notes, altered, updated, layout, -layout], dtype=torch.int64, device="cpu")
         if grid.data.size > 1:
             grid.data.all_reduce(told, "max")
         told[-1] += told[-2]  # the largest layout less the smallest one
@@ -223,8 +233,8 @@ class DataParallel:
             faults = told.clamp(min=0)
             grid.tensor.all_reduce(faults, "max")
             told = torch.maximum(told, torch.where(faults > 0, 1, _ABSENT))
-        *noted, any_altered, _, apart = told.tolist()
-        return noted, any_altered > 0, apart > 0
+        *noted, any_altered, any_updated, _, apart = told.tolist()
+        return noted, any_altered > 0, any_updated > 0, apart > 0
 
     # Optimizer and checkpoints -----------------------------------------------------------------------------------
 

@@ -141,6 +141,72 @@ def test_buffers_that_one_rank_replaces_by_another_shape_are_an_error_on_every_r
         assert net.layer.weight.grad is not None
 
 
+# An optimizer in the backward ---------------------------------------------------------------------------------------
+
+
+def stepping(net):
+    """Hooks that update a parameter as soon as it has its gradient, as PyTorch's tutorial has them."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters() if p.requires_grad}
+
+    def update(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(update)
+
+
+@pytest.mark.parametrize("frozen", [0, 3], ids=["four", "one"])
+@pytest.mark.parametrize("where", ["before", "after", "no_sync"])
+@pytest.mark.parametrize("ranks", ["all", "the last"])
+def test_an_optimizer_in_a_hook_is_an_error_on_every_rank(world, where, ranks, frozen):
+    """Whether the hooks were there first, and with one trained parameter, too, the first of which nothing is known."""
+    x = drawn(world)[1]
+    net = pair()
+    for p in [*net.parameters()][:frozen]:
+        p.requires_grad_(False)
+    here = ranks == "all" or world.rank == world.size - 1
+    if where == "before" and here:
+        stepping(net)
+    with DataParallel(net, world, allow_unused=True) as replicas:
+        if where != "before":
+            net(x).sum().backward()
+            if here:
+                stepping(net)
+        if where == "no_sync":
+            with replicas.no_sync():
+                net(x).sum().backward()
+            for p in net.parameters():
+                p._post_accumulate_grad_hooks.popitem() if here and p.requires_grad else None
+        with pytest.raises(RuntimeError, match=rf"changed during the backward: {'.*1.bias' if here else 'on another'}"):
+            net(x).sum().backward()
+
+
+def test_hooks_that_change_no_parameter_and_steps_between_backwards_are_no_error(world):
+    whole, x = drawn(world)
+    net, expected = pair(), pair()
+    seen = []
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, expected))
+    with DataParallel(net, world) as replicas:
+        for _ in range(3):
+            with replicas.no_sync():
+                net(x).square().mean().backward()
+            with torch.no_grad():
+                net[0].bias.mul_(0.5)
+                expected[0].bias.mul_(0.5)
+            net.zero_grad()
+            net(x).square().mean().backward()
+            expected(whole).square().mean().backward()
+            assert_gradients(net, expected)
+            one.step()
+            other.step()
+            other.zero_grad()
+            net.zero_grad()
+    assert len(seen) == 24
+
+
 # Memory orders ------------------------------------------------------------------------------------------------------
 
 
