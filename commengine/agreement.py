@@ -105,7 +105,8 @@ def disagreement(
 def _call(words: str, common: Iterable[str]) -> str:
     """Return the words of one call in one line, without the arguments that all ranks gave."""
     name, *arguments = words.split("\n")
-    return f"{name}({', '.join(one for one in arguments if one not in common)})" if arguments else name
+    shown = ", ".join(one for one in arguments if one not in common)
+    return f"{name}({shown})" if shown else name
 
 
 def describe(

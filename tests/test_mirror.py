@@ -75,7 +75,7 @@ TESTED_BY = {
     "trainers/training/tied.py": ["trainers/pipeline/test_schedule.py"],
     "tplayers/mlp.py": ["tplayers/test_block.py"],
     "tplayers/adjoint_pair.py": ["tplayers/movement/test_operators.py", "tplayers/movement/test_halo.py"],
-    "tplayers/movement/compared.py": ["tplayers/movement/test_operators.py"],
+    "commengine/calls/meeting.py": ["tplayers/movement/test_compared.py"],
     "tplayers/models/block.py": ["tplayers/test_block.py"],
     "tplayers/models/config.py": ["tplayers/models/test_llama.py", "tplayers/test_placement_models.py"],
     "tplayers/models/transformer.py": ["tplayers/models/test_gpt.py", "tplayers/models/test_bert.py"],

@@ -200,8 +200,8 @@ class DataParallel:
                 "parameters that never get one can have requires_grad=False"
             )
         if not self._gradients_compared:
-            self._gradients_compared = True
             require_equal_gradients(self.grid, self.module)
+            self._gradients_compared = True
 
     def _altered(self) -> str:
         """The names of parameters that are trained now and were not, or are gone; "" if there is none."""

@@ -95,8 +95,9 @@ class FieldLayer(nn.Module):
         problem = self._problem(x)
         comm = self.grid.comm
         if comm.size > 1 and (comm.checked or not self._compared):
-            self._compared = True
+            self._compared = False
             require_same_layer(self, x, problem, comm)
+            self._compared = True
         if problem is not None:
             raise ValueError(problem if comm.size == 1 else f"rank {self.grid.rank}: {problem}")
 

@@ -1,8 +1,9 @@
-"""The ranks compare their tensors before an operator moves them: one small all-reduce, and one error on every rank."""
+"""The ranks compare their tensors and arguments before an operator moves them, and all of them raise the error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
+from commengine.calls.meeting import meet
 from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 
 #: the dtypes that autograd differentiates; their places are what ranks tell each other
@@ -104,31 +106,66 @@ def wants_gradient(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-#: for each communicator, the operators on blocks (with their decompositions) whose calls the ranks have compared
-_COMPARED: WeakKeyDictionary[Communicator, set[tuple[object, ...]]] = WeakKeyDictionary()
+class _Calls:
+    """The calls of operators on blocks over one communicator.
+
+    known: the numbers of the operators, with their arguments, whose calls the ranks have compared. since: the calls
+    since the ranks have compared which ones they made, and made: a number that follows from all of these.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], int] = {}
+        self.since, self.made = 0, 0
+
+    def note(self, number: int, varying: tuple[int, ...], comm: Communicator) -> None:
+        """A call whose arguments are known. Ranks that call different ones learn it in one of the next calls."""
+        self.since, self.made = self.since + 1, hash((self.made, number, varying))
+        if self.since == _COMPARED_EVERY:
+            self.since = 0
+            comm.compare(f"the last {_COMPARED_EVERY} operators on blocks, whose digest is {self.made:x}")
+
+
+#: calls after which the ranks compare which known operators they have called
+_COMPARED_EVERY = 64
+
+_CALLS: WeakKeyDictionary[Communicator, _Calls] = WeakKeyDictionary()
 
 
 def compare_first(
-    operation: str, x: Tensor, shape: Sequence[int] | None, comm: Communicator, *key: object, arguments: str = ""
-) -> None:
-    """Compare the ranks' blocks if this is the first call of ``operation`` with ``key`` on ``comm``, then collective.
+    operation: str, x: Tensor, shape: Sequence[int] | None, comm: Communicator, arguments: Mapping[str, object],
+    *, varying: tuple[int, ...] = (), said: str = "",
+) -> None:  # fmt: skip
+    """Compare the ranks' blocks and arguments if this is the first call of ``operation`` with ``arguments``.
 
-    shape: of this rank's block; None: the ranks' tensors must have one shape. key: equal on all ranks, so that all of
-    them come here for the first time together. arguments: others, which later calls may change. Raises
-    CollectiveMismatch on every rank if leading sizes, dtypes, ``requires_grad`` or these differ, or only some ranks
-    have a wrong block.
+    shape: of this rank's block; None: the ranks' tensors must have one shape. arguments: equal on all ranks. varying:
+    numbers, equal on all ranks, that each call may change: no call is the first for them. said: some of these in words.
+
+    Then it is collective. Raises CollectiveMismatch on every rank if the arguments, leading sizes, dtypes or
+    ``requires_grad`` differ, or only some ranks have a wrong block. If the call is the first one for some ranks only,
+    those that exchange messages with others raise an error (`meet`). Ranks whose calls are known to each of them, and
+    are not the same, get it within 64 calls. A checked communicator compares at each call.
     """
-    compared = _COMPARED.setdefault(comm, set())
-    if shape is not None if comm.checked else (operation, *key) in compared:
-        return  # a checked communicator compares at each call: `check_block` does it, where the block's shape is known
+    calls = _CALLS.get(comm)
+    if calls is None:
+        calls = _CALLS[comm] = _Calls()
+    key = (operation, *arguments.values())
+    number = calls.known.get(key)
+    if number is not None and not comm.checked:
+        calls.note(number, varying, comm)
+        return
+    told = [f"{name}={value}" for name, value in arguments.items()]
+    if comm.checked and shape is not None:
+        comm.compare("\n".join([operation + said, *told]))
+        return  # `check_block` compares the blocks, where their shape is known
     lead = x.shape if shape is None else x.shape[: max(0, x.dim() - len(shape))]
-    words = f"{operation}{arguments} of {str(x.dtype).removeprefix('torch.')} {list(lead)}"
+    words = f"{operation}{said} of {str(x.dtype).removeprefix('torch.')} {list(lead)}"
     if shape is not None:
         fits = tuple(x.shape[len(lead) :]) == tuple(shape)
         words += " + the block" if fits else f" + a wrong block (the tensor is {list(x.shape)})"
     hint = " (without decomposition=, which blocks of different sizes need)" if shape is None else ""
-    comm.compare(f"{words}, requires_grad={wants_gradient(x)}{hint}")
-    compared.add((operation, *key))
+    meet(comm, operation)
+    comm.compare("\n".join([f"{words}, requires_grad={wants_gradient(x)}{hint}", *told]))
+    calls.known[key] = zlib.crc32(repr(key).encode())
 
 
 def taking_part(x: Tensor, given: Compared) -> Tensor:

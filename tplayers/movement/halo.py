@@ -39,11 +39,12 @@ def halo_exchange(
     and padding, and leading sizes and a dtype that are the same everywhere. The backward is `halo_accumulate`. Raises
     ValueError if the widths, the padding or the shape of ``x`` do not fit the decomposition (Hewett and Grady 2020,
     section 3, "generalized halo exchange").
-    At the first call with a decomposition the ranks compare, and raise CollectiveMismatch if a rank differs.
+    At the first call with its arguments the ranks compare these and their blocks, and raise CollectiveMismatch if a
+    rank differs. From then on every 64th call compares which operators on blocks the ranks have called.
     """
     decomposition = _blocks(x, grid, decomposition)
     plan = plan_halo(grid, decomposition, widths, padding)
-    compare_first("halo_exchange", x, plan.source_shape, grid.comm, decomposition)
+    _compare_halo("halo_exchange", x, plan.source_shape, grid, decomposition, widths, padding)
     return transfer(x, plan, grid.comm)
 
 
@@ -62,7 +63,7 @@ def halo_accumulate(
     `halo_exchange`, which is the backward. A solver uses it to assemble what its ranks added beyond their borders.
     """
     plan = plan_halo(grid, decomposition, widths, padding)
-    compare_first("halo_accumulate", y, plan.target_shape, grid.comm, decomposition)
+    _compare_halo("halo_accumulate", y, plan.target_shape, grid, decomposition, widths, padding)
     return transfer_adjoint(y, plan, grid.comm)
 
 
@@ -93,7 +94,9 @@ def shift(
         receives = () if source is None else ((source, (whole(source),)),)
         plan = TransferPlan(whole(grid.rank).shape, arriving, sends, receives, (), source is not None)
     block = None if decomposition is None else plan.source_shape
-    compare_first("shift", x, block, grid.comm, grid.shape, decomposition)
+    compare_first(
+        "shift", x, block, grid.comm, {"decomposition": decomposition, **_places(grid), "axis": axis, "step": step}
+    )
     return transfer(x, plan, grid.comm)
 
 
@@ -127,7 +130,8 @@ def roll(
     # The blocks of the field that begins ``by`` points before it; before it stand its last points.
     ranges = blocks.halo_ranges([(move, -move) for move in by])
     plan = halo_plan(blocks, grid.rank, ranges, ["circular"] * len(by))
-    compare_first("roll", x, plan.source_shape, grid.comm, blocks, arguments=f" by {by}")
+    arguments = {"decomposition": blocks, **_places(grid)}
+    compare_first("roll", x, plan.source_shape, grid.comm, arguments, varying=tuple(by), said=f" by {by}")
     return transfer(x, plan, grid.comm)
 
 
@@ -150,8 +154,23 @@ def flip(
     ends = [points - 1 if axis in along else 0 for axis, points in enumerate(blocks.shape)]
     padding = ["reflect" if axis in along else "zeros" for axis in range(len(ends))]
     plan = halo_plan(blocks, grid.rank, blocks.halo_ranges([(end, -end) for end in ends]), padding)
-    compare_first("flip", x, plan.source_shape, grid.comm, blocks, arguments=f" along {sorted(along)}")
+    arguments = {"decomposition": blocks, **_places(grid), "axes": tuple(sorted(along))}
+    compare_first("flip", x, plan.source_shape, grid.comm, arguments, said=f" along {sorted(along)}")
     return transfer(x, plan, grid.comm)
+
+
+def _places(grid: CartesianGrid) -> dict[str, object]:
+    return {"grid": tuple(grid.shape), "periodic": tuple(grid.periodic)}
+
+
+def _compare_halo(
+    operation: str, x: Tensor, shape: tuple[int, ...], grid: CartesianGrid, decomposition: Decomposition,
+    widths: Widths, padding: str | Sequence[str] | None,
+) -> None:  # fmt: skip
+    ends = widths if isinstance(widths, int) else tuple(one if isinstance(one, int) else tuple(one) for one in widths)
+    names = padding if padding is None or isinstance(padding, str) else tuple(padding)
+    arguments = {"decomposition": decomposition, **_places(grid), "widths": ends, "padding": names}
+    compare_first(operation, x, shape, grid.comm, arguments)
 
 
 def _blocks(x: Tensor, grid: CartesianGrid, decomposition: Decomposition | None) -> Decomposition:

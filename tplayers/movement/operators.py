@@ -42,9 +42,10 @@ own in place of None, which goes on in its graph.
 
 Before anything else the ranks compare dtypes and shapes in one small all-gather, and all of them raise ValueError if
 these do not fit. The operators on blocks (`shift`, `roll`, `flip`, `halo_exchange`, `halo_accumulate`, `repartition`)
-stand inside of steps. So they compare at their first call with a decomposition on a communicator, and raise
-CollectiveMismatch on every rank; with ``Communicator(..., checked=True)`` they compare at each call. `transfer` with a
-plan of the program's own compares only with ``checked=True``.
+stand inside of steps. So they compare at their first call with the same arguments on a communicator, and raise
+CollectiveMismatch on every rank; with ``Communicator(..., checked=True)`` they compare at each call. Every 64th of the
+other calls compares which ones the ranks have made. `transfer` with a plan of the program's own compares only with
+``checked=True``.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: De
     each axis must be whole on a rank to be transformed.
     """
     plan = repartition_plan(source, target, comm.rank)
-    compare_first("repartition", x, plan.source_shape, comm, source, target)
+    compare_first("repartition", x, plan.source_shape, comm, {"source": source, "target": target})
     return transfer(x, plan, comm)
 
 

@@ -143,8 +143,23 @@ def test_other_parameters_or_buffers_on_one_rank_raise_on_all(grid, kind):
     if kind == "mode":
         norm.train(grid.rank != last)
         message = "training=True.*training=False"
-    with pytest.raises(CollectiveMismatch, match=message):
-        net(torch.zeros(1, 2, 8, 8))
+    for _ in range(2):  # a check that failed is made again
+        with pytest.raises(CollectiveMismatch, match=message):
+            net(torch.zeros(1, 2, 8, 8))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("knows", [0, 1])
+def test_a_layer_that_is_new_to_one_rank_alone_is_an_error_on_both(mpi_world, knows):
+    with Communicator(mpi_world, device="cpu", timeout=20) as world:
+        grid = CartesianGrid(world, (2,))
+        first, other = (tplayers.FieldConv(1, 1, 3, grid, grid.decompose((8,)), padding=1) for _ in range(2))
+        tplayers.initialize(torch.nn.Sequential(first, other), 1)
+        x = torch.ones(1, 1, 4)
+        first(x)
+        with pytest.raises(CollectiveError, match=r"a call that is known|exchange: "):
+            (first if world.rank == knows else other)(x)
 
 
 @pytest.mark.mpi(min_size=2)
