@@ -26,6 +26,9 @@ def run(size: int) -> None:
     dist.broadcast(one.bfloat16(), 0)
     dist.all_to_all_single(torch.empty_like(all_of_them), all_of_them)
     dist.reduce(one.double(), 0)
+    last = size - 1
+    dist.scatter(one, list(all_of_them.chunk(size)) if dist.get_rank() == last else None, last)
+    dist.gather(one, list(all_of_them.chunk(size)) if dist.get_rank() == last else None, last)
     dist.barrier()
 
 

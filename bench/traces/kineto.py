@@ -3,7 +3,8 @@
 PyTorch notes every call of a process group as an event ``record_param_comms`` with its name, elements, dtype and group,
 and the kernel that runs it has the same notes. The host's events give the order, the kernels' the times. Older versions
 of PyTorch, and gloo, note only an event ``nccl:NAME`` or ``gloo:NAME`` with the shape of the input, and no group. Such
-a trace is read if it has one process group.
+a trace is read if it has one process group. In a trace with notes such an event comes with a call that has notes, or
+at the end of a block of them (``nccl:coalesced``); one that comes with none is a call that is not replayed.
 """
 
 from __future__ import annotations
@@ -48,12 +49,21 @@ def read(paths: Sequence[Path], left_out: Counter[str]) -> list[list[ForeignCall
         found[profile.rank] = profile
     size = max([*(profile.world for profile in found.values()), max(found) + 1])
     require_ranks(paths[0].parent, found, size)
-    return [found[rank].calls(size, left_out) for rank in range(size)]
+    scatters = {number: told for profile in found.values() for number, told in profile.scatters()}
+    return [found[rank].calls(size, left_out, scatters) for rank in range(size)]
 
 
 def _later(one: tuple[float, float, ForeignCall], other: tuple[float, float, ForeignCall]) -> Any:
     """The span that ends last."""
     return max(one, other, key=lambda span: span[1])
+
+
+def _is_annotation(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and _ANNOTATED.fullmatch(str(event.get("name"))) is not None
+
+
+def _kind(event: Mapping[str, Any]) -> str | None:
+    return foreign.operation_of(str(event.get("name")).partition(":")[2])
 
 
 @dataclass(frozen=True)
@@ -88,16 +98,31 @@ class _Profile:
         spans = [one for one in complete if isinstance(one.get("args"), dict)]
         return cls(path, rank, world, groups, spans)
 
-    def calls(self, size: int, left_out: Counter[str]) -> list[ForeignCall]:
+    def scatters(self) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
+        """(Number, (this rank, notes)) of the scatters without a group whose input this rank has: it is their root."""
+        every = (event for event, _, noted in self._events() if not noted and _kind(event) == "scatter")
+        for number, event in enumerate(every):
+            if event["args"].get("Input Dims"):
+                yield number, (self.rank, event["args"])
+
+    def calls(
+        self, size: int, left_out: Counter[str], scatters: Mapping[int, tuple[int, dict[str, Any]]]
+    ) -> list[ForeignCall]:
         """The calls of this rank, of ``size``. Counts in ``left_out`` those that are not replayed.
 
-        Two calls overlap if the kernel of one of them began before that of the other one ended.
+        scatters: those of all ranks' `scatters`. Two calls overlap if the kernel of one of them began before that of
+        the other one ended.
         """
-        found = []
+        found, numbers = [], itertools.count()
+        left_out.update(f"{event['name']} without notes" for event in self._without_notes())
         spans: list[tuple[float, float, ForeignCall]] = []
         for event, kernel, noted in self._events():
             with fault_in(f"{self.path}: the {event.get('name')} at {event.get('ts')} us"):
-                made = self._call(event, kernel, size) if noted else self._annotated(event, size)
+                if not noted and _kind(event) == "scatter":
+                    root, args = scatters.get(next(numbers), (0, event["args"]))
+                    made = self._annotated(event | {"args": args}, size, root)
+                else:
+                    made = self._call(event, kernel, size) if noted else self._annotated(event, size)
             if isinstance(made, str):
                 left_out[made] += 1
                 continue
@@ -116,8 +141,7 @@ class _Profile:
         host = [one for one in noted if one.get("name") == "record_param_comms"]
         device = [one for one in noted if one.get("name") != "record_param_comms"]
         if not noted:
-            annotations = [one for one in self.events if one.get("cat") == "user_annotation"]
-            host = [one for one in annotations if _ANNOTATED.fullmatch(str(one.get("name")))]
+            host = [one for one in self.events if _is_annotation(one)]
             if host and len(self.groups) > 1:
                 raise UsageError(
                     f"{self.path}: its events do not say of which of {len(self.groups)} process groups they are; a "
@@ -127,6 +151,24 @@ class _Profile:
         for event in sorted(host or device, key=self._start):
             kernel = kernels.get(str(event["args"].get("External id")), event) if host else event
             yield event, kernel, bool(noted)
+
+    def _without_notes(self) -> Iterator[dict[str, Any]]:
+        """The events of calls that have no notes, in a trace in which others have some."""
+        notes = [
+            one for one in self.events if one.get("name") == "record_param_comms" and "Collective name" in one["args"]
+        ]
+        alone = 0  # calls with notes since the last event, and without an event of their own: it may end their block
+        calls = iter(sorted(notes, key=self._start))
+        call = next(calls, None)
+        for event in sorted((one for one in self.events if _is_annotation(one)), key=self._start) if notes else ():
+            own = False
+            while call is not None and self._start(call) <= self._start(event):
+                own = self._start(event) <= self._start(call) + float(call.get("dur", 0))
+                alone += not own and foreign.operation_of(str(call["args"]["Collective name"])) is not None
+                call = next(calls, None)
+            if not own and not alone:
+                yield event
+            alone = 0
 
     def _start(self, event: Mapping[str, Any]) -> float:
         begun = event.get("ts")
@@ -163,8 +205,8 @@ class _Profile:
             redop=foreign.reduction_of(str(kernel.get("name"))), root=root,
         )  # fmt: skip
 
-    def _annotated(self, event: Mapping[str, Any], size: int) -> ForeignCall | str:
-        """The call of an event that has a name and the shape of its input only."""
+    def _annotated(self, event: Mapping[str, Any], size: int, root: int = 0) -> ForeignCall | str:
+        """The call of an event that has a name and the shape of its input only. root: of one that has a root."""
         args, begun = event["args"], self._start(event)
         name = str(event["name"])
         types, shapes = args.get("Input type"), args.get("Input Dims")
@@ -182,7 +224,7 @@ class _Profile:
         spent = float(event.get("dur", 0))
         return ForeignCall(
             kind, Group("all ranks", tuple(range(size))), dtype, elements, 1e-6 * begun, 1e-6 * (begun + spent),
-            1e-6 * spent, root=0 if OPERATIONS[kind].rooted else None,
+            1e-6 * spent, root=root if OPERATIONS[kind].rooted else None,
         )  # fmt: skip
 
     def _group(self, args: Mapping[str, Any], size: int) -> Group:

@@ -135,6 +135,55 @@ def test_the_collectives_of_nccl_are_replayed(mpi_world, tmp_path):
     two.Free()
 
 
+def test_a_call_without_notes_is_counted_and_a_block_of_calls_with_notes_is_none(tmp_path):
+    """``nccl:coalesced``, and gloo's calls beside NCCL's. The calls of a block have no events of their own."""
+    for rank in range(WORLD):
+        made = Profile(rank)
+        made.call("allreduce", "0", 8, 8, kernel="AllReduce_Sum", begin=10.0)
+
+        def alone(name, made=made):
+            made.at += 100.0
+            made.events.append(
+                {"ph": "X", "cat": "user_annotation", "name": name, "ts": made.at, "dur": 2.0, "args": {}}
+            )
+
+        alone("nccl:coalesced")
+        for _ in range(2):  # a block: only its end is an event
+            made.call("_allgather_base", "0", 2, 8, kernel="AllGather_RING_LL", begin=10.0)
+            made.events = [one for one in made.events if one.get("name") != "nccl:_allgather_base"]
+        alone("nccl:coalesced")
+        made.call("wait", "0", 0, 0)
+        made.events = [one for one in made.events if one.get("name") != "nccl:wait"]
+        alone("gloo:all_reduce")
+        made.call("broadcast", "0", 8, 8, kernel="Broadcast_RING_LL", begin=10.0)
+        made.write(tmp_path / f"{rank}.json")
+    data = formats.read(tmp_path)
+    operations = [one.operation for one in formats.parse(data).calls[0]]
+    assert operations == ["all_reduce", "all_gather", "all_gather", "broadcast"]
+    said = "not replayed: 4 gloo:all_reduce without notes, 4 nccl:coalesced without notes, 4 wait"
+    assert said in data["notes"]
+
+
+def test_a_scatter_of_gloo_has_its_shape_on_the_root_alone(tmp_path):
+    event = {"ph": "X", "cat": "user_annotation", "ts": 5, "dur": 2.5}
+    shaped = {"Input Dims": [[3], [3]], "Input type": ["float", "float"]}
+
+    def read_with(*of_ranks):
+        for rank, scatters in enumerate(of_ranks):
+            calls = [event | {"name": "gloo:scatter", "ts": 9 + n, "args": args} for n, args in enumerate(scatters)]
+            config = [{"pg_name": "0", "ranks": [0, 1]}]
+            info = {"rank": rank, "world_size": 2, "pg_config": config}
+            text = json.dumps({"schemaVersion": 1, "distributedInfo": info, "traceEvents": calls})
+            (tmp_path / f"{rank}.json").write_text(text)
+        return read(tmp_path)
+
+    for calls in read_with([shaped, {}], [{}, shaped]).calls:
+        found = [(one.operation, one.root, one.dtype, one.bytes) for one in calls]
+        assert found == [("scatter", 0, "float32", 24), ("scatter", 1, "float32", 24)]
+    with pytest.raises(UsageError, match="profile with record_shapes=True"):
+        read_with([shaped, {}], [{}, {}])
+
+
 def test_calls_that_do_not_overlap_need_no_stream(tmp_path):
     for rank in range(WORLD):
         made = Profile(rank)
@@ -233,6 +282,8 @@ def test_a_profile_that_pytorch_wrote(tmp_path):
         found = [(one.operation, one.dtype, one.bytes) for one in calls]
         assert found == [
             ("all_reduce", "float32", 4000), ("all_gather", "float32", 8000), ("broadcast", "bfloat16", 2000),
-            ("all_to_all", "float32", 8000), ("reduce", "float64", 8000), ("barrier", "none", 0),
+            ("all_to_all", "float32", 8000), ("reduce", "float64", 8000), ("scatter", "float32", 8000),
+            ("gather", "float32", 8000), ("barrier", "none", 0),
         ]  # fmt: skip
         assert all(one.seconds > 0 for one in calls)
+        assert [one.root for one in calls if one.operation == "scatter"] == [1]
