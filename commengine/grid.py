@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 
 from .communicator import Communicator
-from .errors import CollectiveError
+from .errors import CollectiveError, CollectiveTimeout
 from .mpi import OwnsCommunicators, load_mpi
 from .operations.checks import is_c_int
 
@@ -116,22 +116,42 @@ class ProcessGrid(OwnsCommunicators):
         more = "" if (context, pipeline) == (1, 1) else f", context={context!r}, pipeline={pipeline!r}"
         more += "" if expert == 1 else f", expert={expert!r}"
         world.compare(f"ProcessGrid(tensor={tensor!r}{more})", problem)
-        place = self.layout.place(world.rank)
+        made: list[Communicator] = []
+        try:
+            self._split(made)
+        except CollectiveTimeout:  # another rank is not here
+            raise
+        except CollectiveError:  # on every rank, such as where MPI has no communicator left
+            for comm in made:
+                comm.close()
+            raise
+        self._warn_of_crossed_nodes()
+
+    def _split(self, made: list[Communicator]) -> None:
+        """Make the groups. made: gets each of them. Collective over the world."""
+        world, layout = self.world, self.layout
+        place = layout.place(world.rank)
+
+        def split(color: int, key: int, name: str) -> Communicator:
+            part = world.split(color, key, name=name)
+            assert part is not None  # because a color was given
+            made.append(part)
+            return part
+
         self.tensor, self.context, self.data, self.pipeline = (
-            _split(world, self.layout.group(world.rank, axis)[0], place[axis], axis) for axis in AXES
+            split(layout.group(world.rank, axis)[0], place[axis], axis) for axis in AXES
         )
         self.replicas = self.data
-        if context > 1:
-            self.replicas = _split(world, place["pipeline"] * tensor + place["tensor"], world.rank, "replicas")
-        mine = self.layout.expert_group(world.rank)
+        first = place["pipeline"] * layout.tensor + place["tensor"]
+        if layout.context > 1:
+            self.replicas = split(first, world.rank, "replicas")
+        mine = layout.expert_group(world.rank)
         number = mine.index(world.rank)
-        self.expert = _split(world, mine[0], number, "expert")
+        self.expert = split(mine[0], number, "expert")
         self.expert_replicas = self.replicas
-        if expert > 1:
+        if layout.expert > 1:
             # Those of `replicas` have the first rank of a replica in common, and these the place in the expert group.
-            first = place["pipeline"] * tensor + place["tensor"]
-            self.expert_replicas = _split(world, first * expert + number, world.rank, "expert_replicas")
-        self._warn_of_crossed_nodes()
+            self.expert_replicas = split(first * layout.expert + number, world.rank, "expert_replicas")
 
     def _warn_of_crossed_nodes(self) -> None:
         mpi = load_mpi()
@@ -171,9 +191,3 @@ class ProcessGrid(OwnsCommunicators):
         sizes = {axis: getattr(self.layout, axis) for axis in (*AXES, "expert")}
         shown = [f"{axis}={size}" for axis, size in sizes.items() if axis in ("tensor", "data") or size > 1]
         return f"ProcessGrid({', '.join(shown)})"
-
-
-def _split(world: Communicator, color: int, key: int, name: str) -> Communicator:
-    part = world.split(color, key, name=name)
-    assert part is not None  # because a color was given
-    return part

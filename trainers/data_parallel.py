@@ -94,10 +94,15 @@ class DataParallel:
             self._trained.values(), begun=self._begin, ended=lambda: self._finish(excused=False), failed=self._abandon
         )
         device = next(iter(self._trained.values())).device
-        self.gradients = GradientBuckets(  # its hooks run after those above
-            module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
-            bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
-        )  # fmt: skip
+        try:
+            self.gradients = GradientBuckets(  # its hooks run after those above
+                module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
+                bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
+            )  # fmt: skip
+        except CollectiveError:  # on every rank
+            self._backwards.remove()
+            self._close_grid()
+            raise
         self._buckets = {p: bucket for bucket in self.gradients.buckets for p in bucket.views}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

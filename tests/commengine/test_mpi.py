@@ -58,6 +58,21 @@ def test_without_communicators_each_call_that_needs_one_says_so(mpi_world, exhau
     comm.close()
 
 
+def test_a_grid_that_cannot_be_made_gives_its_groups_back(mpi_world, exhausted):
+    from commengine import CollectiveError, Communicator, ProcessGrid
+
+    exhausted(4)
+    with Communicator(mpi_world) as comm:
+        for _ in range(3):  # three are left, and a grid has five groups
+            with pytest.raises(CollectiveError, match="MPI has no communicator left to give"):
+                ProcessGrid(comm, tensor=comm.size)
+            for part in [comm.split(0) for _ in range(3)]:
+                part.close()
+        exhausted(10)
+        with ProcessGrid(comm, tensor=comm.size) as grid:
+            assert grid.tensor.size == comm.size
+
+
 def test_kept_tensors_hold_no_communicator_and_no_open_file(mpi_world, exhausted):
     from commengine import Communicator
 

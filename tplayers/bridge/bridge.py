@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
+import weakref
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,29 +84,41 @@ class Bridge(OwnsCommunicators):
                 raise ValueError(f"Bridge: {name} has {blocks} blocks for the {comm.size} ranks of this program")
         comm.compare(f"Bridge(gives={gives}, takes={takes})")
         self._since, self._told, self._own = 0.0, array("q"), comm.mpi.Dup()
+        self._other: Any = load_mpi().COMM_NULL
         self._waiting = PollingCalls(self._own, self._look)
-        if (version := self._meet(other)) != VERSION:
-            raise CollectiveError(f"Bridge: the other program's bridge is of version {version}, not {VERSION}")
-        self._other = other.Dup()
-        mine = array("q", [*gives.words(comm.rank), *takes.words(comm.rank)])
-        theirs = np.empty((self._other.remote_size, len(mine)), np.int64)
-        self._other.Allgather([mine, load_mpi().INT64_T], [theirs, load_mpi().INT64_T])
-        described = theirs[:, WORDS:], theirs[:, :WORDS]  # it takes what this program gives
-        self._parts: list[list[SharedPart]] = []
-        for name, field, words in zip(("gives", "takes"), (gives, takes), described, strict=True):
-            try:
-                self._parts.append(shared_parts(field, comm.rank, words))
-            except ValueError as error:
-                raise ValueError(f"Bridge: the field that this program {name}: {error}") from None
+        try:
+            if (version := self._meet(other)) != VERSION:
+                raise CollectiveError(f"Bridge: the other program's bridge is of version {version}, not {VERSION}")
+            self._other = other.Dup()
+            self._parts = self._shared()
+        except CollectiveTimeout:  # MPI still has the messages
+            raise
+        except (CollectiveError, ValueError):  # on every rank
+            self._free()
+            raise
         self._calls, self._answers, self._ended = 0, False, False
         self._forgotten: list[int] = []
         #: of this program's answers: the inputs and results by the number of the call
         self._graphs: dict[int, tuple[Tensor, Tensor]] = {}
         #: memory for messages of points that do not lie one behind the other, by the rank of the other program
         self._messages: dict[int, Tensor] = {}
-        #: the memory of the last two fields of each kind
-        self._received: list[list[np.ndarray[Any, Any]]] = [[], []]
+        #: the memory of the last two fields of each kind, and what was given of it
+        self._received: list[list[tuple[np.ndarray[Any, Any], weakref.ref[Any]]]] = [[], []]
         _OPEN.add(self)
+
+    def _shared(self) -> list[list[SharedPart]]:
+        """What this rank gives to each rank of the other program, and what it takes. Collective over both programs."""
+        mine = array("q", [*self.gives.words(self.comm.rank), *self.takes.words(self.comm.rank)])
+        theirs = np.empty((self._other.remote_size, len(mine)), np.int64)
+        self._other.Allgather([mine, load_mpi().INT64_T], [theirs, load_mpi().INT64_T])
+        described = theirs[:, WORDS:], theirs[:, :WORDS]  # it takes what this program gives
+        found = []
+        for name, field, words in zip(("gives", "takes"), (self.gives, self.takes), described, strict=True):
+            try:
+                found.append(shared_parts(field, self.comm.rank, words))
+            except ValueError as error:
+                raise ValueError(f"Bridge: the field that this program {name}: {error}") from None
+        return found
 
     # This program calls ------------------------------------------------------------------------------------------
 
@@ -269,15 +281,17 @@ class Bridge(OwnsCommunicators):
     def _memory_of(self, which: int) -> np.ndarray[Any, Any]:
         """Memory for a field: that of an earlier one that nobody holds, because new memory takes time to write to.
 
-        NumPy asks for huge pages, and torch does not: 64 MB of new memory are written in a third of the time.
+        NumPy asks for huge pages, and torch does not: 64 MB of new memory are written in a third of the time. Each
+        field gets a view of its own, which its tensors hold: the memory is free when the view is gone.
         """
         kept = self._received[which]
-        for one in kept:
-            if sys.getrefcount(one) == 3:  # of `kept`, of this loop and of the call: a tensor would hold it, too
-                return one
-        field = self.takes if which == _TAKEN else self.gives
-        found = np.empty(field.local_shape(self.comm.rank), f"f{field.dtype.itemsize}")
-        self._received[which] = [found, *kept[:1]]
+        memory = next((one for one, given in kept if given() is None), None)
+        if memory is None:
+            field = self.takes if which == _TAKEN else self.gives
+            memory = np.empty(field.local_shape(self.comm.rank), f"f{field.dtype.itemsize}")
+        found = memory.view()
+        others = [(one, given) for one, given in kept if one is not memory]
+        self._received[which] = [(memory, weakref.ref(found)), *others[:1]]
         return found
 
     def _message(self, piece: Tensor, peer: int) -> Tensor:
@@ -301,8 +315,12 @@ class Bridge(OwnsCommunicators):
         _OPEN.discard(self)
         if not self._answers:
             self._tell(_ASK, _END, 0, False)
-        self._other.Free()
-        self._own.Free()
+        self._free()
+
+    def _free(self) -> None:
+        for one in (self._other, self._own):
+            if one != load_mpi().COMM_NULL:
+                one.Free()
 
 
 class _Kept:
