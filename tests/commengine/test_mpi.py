@@ -62,7 +62,7 @@ def test_a_grid_that_cannot_be_made_gives_its_groups_back(mpi_world, exhausted):
     from commengine import CollectiveError, Communicator, ProcessGrid
 
     exhausted(4)
-    with Communicator(mpi_world) as comm:
+    with Communicator(mpi_world, device="cpu") as comm:
         for _ in range(3):  # three are left, and a grid has five groups
             with pytest.raises(CollectiveError, match="MPI has no communicator left to give"):
                 ProcessGrid(comm, tensor=comm.size)
