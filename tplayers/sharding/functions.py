@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import names, shapes
@@ -99,13 +100,16 @@ def _reducing(c: FieldCall) -> Any:
             "it reduces axes of space, which ranks share",
             "mean, sum or amax over all axes of space, or nn.AdaptiveAvgPool",
         )
-    y = pooled(c.t, c.x, "max" if c.name == "amax" else "avg")
+    mask = value.whole.dtype == torch.bool and c.name in ("sum", "amax")
+    y = pooled(c.t, c.t.cast(c.x, torch.float64) if mask else c.x, "max" if c.name == "amax" else "avg")
     if c.name == "sum" and value.blocks is not None:
         y = c.t.emit("call_method", "mul", (y, value.blocks.points()), {}, y.value)
     rest = [dim for dim in dims if not value.holds(dim)]
     if rest:
         reduced = getattr(y.value.whole, c.name)(rest, keepdim=True)
         y = c.t.emit("call_method", c.name, (y, rest), {"keepdim": True}, Value(reduced))
+    if mask:  # a count is a whole number, and a mean times the points is nearly one
+        y = c.t.cast(c.t.emit("call_method", "round", (y,), {}, y.value), one.dtype)
     if keep:
         return y
     for dim in sorted(dim + value.whole.dim() for dim in dims)[::-1]:
@@ -151,7 +155,9 @@ def _dropout(c: FieldCall) -> Any:
 
 
 #: these return their tensor or a copy, which may be another one on a block than on the field
-_PERHAPS_VIEWS = frozenset({"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16"})
+_PERHAPS_VIEWS = frozenset(
+    {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "bool", "int", "long"}
+)
 #: names of max and min, which are pointwise of two tensors
 _EXTREMES = frozenset({"max", "min"})
 #: rules for calls whose first tensor may be one that every rank has

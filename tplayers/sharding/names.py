@@ -15,8 +15,8 @@ _POINTWISE = """
     softsign logsigmoid log_sigmoid tanhshrink threshold _threshold clamp clip clamp_min clamp_max nan_to_num add sub
     subtract mul multiply div divide true_divide truediv floordiv floor_divide mod remainder fmod maximum minimum fmax
     fmin hypot lerp addcmul addcdiv where masked_fill eq ne lt le gt ge logical_and logical_or logical_not isnan
-    isfinite isinf invert contiguous clone detach to type float double half bfloat16 type_as zeros_like ones_like
-    expand_as
+    isfinite isinf invert contiguous clone detach to type float double half bfloat16 bool int long type_as zeros_like
+    ones_like expand_as
 """
 _OTHERS = """
     getitem interpolate upsample pad pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle layer_norm

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,16 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Scope, ScopeContextManager
 
 from commengine import CartesianGrid, Decomposition
+from tplayers.fields.layer import FieldLayer
+from tplayers.fields.pad import FieldPad
+from tplayers.fields.pool import FieldMaxPool
 
 from . import parts
 from .traced import HERE, TORCH, Traced
 from .values import BATCH, Number, Refused, Value, traced
+
+#: dtypes of which float64 has every value
+_EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
 
 #: where the modules without parameters stand that the user's module does not have
 EXTRAS = "_between"
@@ -158,7 +165,23 @@ class FieldTracer(fx.Tracer):
         return made  # type: ignore[return-value]
 
     def through(self, layer: nn.Module, x: Traced, value: Value, path: str | None = None) -> Traced:
-        """Emit a call of ``layer`` with ``x``. path: where it replaces a layer; None: it is a module more."""
+        """Emit a call of ``layer`` with ``x``. path: where it replaces a layer; None: it is a module more.
+
+        Layers of fields take real numbers. Those that copy points take booleans and short integers as such numbers,
+        which have them exactly; any other call with such a field is refused.
+        """
+        given = x.value.whole.dtype
+        if isinstance(layer, FieldLayer) and not given.is_floating_point:
+            copies = isinstance(layer, FieldPad | FieldMaxPool) or getattr(layer, "mode", None) == "nearest"
+            if not copies or given not in _EXACT:
+                raise self.refused(
+                    f"a field of {given}",
+                    f"{type(layer).__name__} needs real numbers",
+                    "x.double() before it",
+                    path=path,
+                )
+            found = self.through(layer, self.cast(x, torch.float64), replace(value, whole=value.whole.double()), path)
+            return self.cast(found, given)
         if path is None or path in self.layers:
             if self.layers.get(path or "") is not layer:
                 # Masks of dropout depend on its name, and the number of cuts on the ranks: so each kind counts its own.
@@ -171,6 +194,11 @@ class FieldTracer(fx.Tracer):
         if value.blocks is not None:
             self.blocks_of.setdefault(value.blocks.shape, value.blocks)
         return self.emit("call_module", path, (x,), {}, value)
+
+    def cast(self, x: Traced, dtype: torch.dtype) -> Traced:
+        """``x`` in another dtype."""
+        value = replace(x.value, whole=x.value.whole.to(dtype))
+        return self.emit("call_method", "to", (x, dtype), {}, value)
 
     def cut(self, x: Traced, blocks: Decomposition, space: tuple[int, ...], whole: Tensor) -> Traced:
         """``x`` as an operand for a field with these blocks and axes of space, of the whole shape ``whole``."""

@@ -101,6 +101,24 @@ def means(m, x):
     return y * x.amax((2, 3))[..., None, None] + x.sum((2, 3)).view(-1, 4, 1, 1)
 
 
+def masks(m, x):
+    """Booleans through all that moves, pads, counts and joins points."""
+    mask = m.conv(x) > 0
+    y = x * F.pad(mask, (1, 1, 0, 2), value=True)[..., 2:, 1:-1] * torch.roll(mask, (1, -2), (2, 3)).flip(3)
+    y = y / (1 + mask.sum((2, 3), keepdim=True)) + mask.sum((1, 2, 3)).view(-1, 1, 1, 1) * mask.amax(
+        (2, 3), keepdim=True
+    )
+    return y + torch.cat([mask[:, :2], m.down(x)[:, :2].gt(0).any(1, True).sum() > mask[:, 2:]], 1) + mask.sum()
+
+
+def integers(m, x):
+    """Short integers, which float64 has exactly; and long ones where nothing but their places changes."""
+    short = (3 * x).to(torch.int32)
+    y = x * F.max_pool2d(short, 3, 1, 1) + F.pad(short, (1, 2, 0, 0), mode="replicate")[..., 2:-1]
+    y = y + F.interpolate(short.abs().to(torch.uint8), scale_factor=2)[:, :, ::2, ::2]
+    return y * torch.roll((3 * x).long(), 2, 3)
+
+
 def by_type(m, x):
     if isinstance(x, nn.Parameter | list) or not torch.is_tensor(x):
         return x
@@ -143,6 +161,8 @@ TAKEN = {
     "interpolation": interpolated,
     "interpolation to sizes": resampled,
     "types": by_type,
+    "masks": masks,
+    "integers": integers,
     "prelu": lambda m, x: F.prelu(x, m.channel),
     "dense of all": lambda m, x: x + (F.adaptive_avg_pool2d(x, 1).flatten(1) @ m.matrix)[:, :, None, None],
 }
@@ -253,6 +273,14 @@ REFUSED = {
     "condition": (lambda m, x: x if x.mean() > 0 else -x, "control flow"),
     "condition of the batch": (lambda m, x: x if x.shape[0] > 1 else -x, "control flow"),
     "loop": (lambda m, x: sum(one for one in x), "a loop over a tensor"),
+    "sum of integers": (
+        lambda m, x: x.long().sum((2, 3)),
+        r"int64 \(.*test_functions.py:\d+\).*FieldGlobalPool.*double",
+    ),
+    "pads of integers": (lambda m, x: F.pad(x.long(), (1, 1)), r"torch.int64 \(.*:\d+\): FieldPad needs real"),
+    "means of integers": (lambda m, x: F.avg_pool2d(x.int(), 2), r"torch.int32 \(.*:\d+\): FieldAvgPool needs real"),
+    "convolution of a mask": (lambda m, x: m.conv(x > 0), r"torch.bool in 'conv' \(.*:\d+\): FieldConv needs real"),
+    "norm of a mask": (lambda m, x: m.gate[1]((x > 0)[:, :2]), r"torch.bool in 'gate.1' .*FieldBatchNorm needs real"),
     "softmax of space": (lambda m, x: x.softmax(-1), "method softmax.*axis of space"),
     "one axis": (lambda m, x: x - x.mean(2, keepdim=True), "method mean.*axes of space"),
     "std of space": (lambda m, x: x / x.std((2, 3), keepdim=True), "method std.*axes of space"),
