@@ -12,7 +12,6 @@ PACKAGES = ("commengine", "tplayers", "trainers")
 
 #: the modules without a test file of their own: the files that test them
 TESTED_BY = {
-    "commengine/calls/dispatch.py": ["commengine/test_communicator_collectives.py", "commengine/test_trace.py"],
     "commengine/calls/opening.py": ["commengine/test_communicator_life.py"],
     "commengine/copies.py": ["trainers/checks/test_replicas.py", "tplayers/fields/test_layer.py"],
     "commengine/device/clock.py": ["commengine/device/test_backends.py"],

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commengine.errors import CollectiveMismatch
 from commengine.mpi import load_mpi
 
-if TYPE_CHECKING:
-    from commengine.communicator import Communicator
 
-#: the length of a notice: no multiple of the size of any dtype that is differentiated
-NOTICE_BYTES = 13
-
-
-def meet(comm: Communicator, operation: str) -> None:
+def meet(comm: Any, operation: str) -> None:
     """Tell every rank that this one makes a call that is its first of the kind, and will compare. Collective.
 
-    The notices go the way of host tensors' messages without a stream. A rank to which the call is known compares
-    nothing and sends data: this rank gets it in place of a notice, and that one gets a notice in place of data. Their
-    lengths differ, so both raise an error, and neither waits for the other. operation: its name, for the error.
-    Raises CollectiveMismatch.
+    The notices are empty messages, and go the way of host tensors' messages without a stream. A rank to which the call
+    is known compares nothing and sends data: this rank gets it in place of a notice, and that one gets a notice in
+    place of data. Their lengths differ, so both raise an error, and neither waits for the other. comm: a Communicator.
+    operation: its name, for the error. Raises CollectiveMismatch.
     """
     mpi, wire = load_mpi(), comm._host.wire
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    came = bytearray(NOTICE_BYTES * len(others))
-    places = [memoryview(came)[NOTICE_BYTES * n : NOTICE_BYTES * (n + 1)] for n in range(len(others))]
     problem: object = None
     with comm._calls.watching(operation, "life"):
-        pairs = zip(places, others, strict=True)
-        requests: list[Any] = [wire.calls.Irecv((place, mpi.BYTE), rank) for place, rank in pairs]
-        statuses = [wire.status() for _ in (*others, *others)]
-        requests += [wire.calls.Isend((bytes(NOTICE_BYTES), mpi.BYTE), rank) for rank in others]
+        requests: list[Any] = [wire.calls.Irecv((bytearray(), mpi.BYTE), rank) for rank in others]
+        requests += [wire.calls.Isend((b"", mpi.BYTE), rank) for rank in others]
         try:
-            wire.waitall(requests, statuses)
-            if any(status.Get_count(mpi.BYTE) != NOTICE_BYTES for status in statuses[: len(others)]):
-                problem = "its message is shorter than a notice"
+            wire.waitall(requests, [wire.status() for _ in requests])
         except mpi.Exception as error:
             problem = error
     if problem is not None:

