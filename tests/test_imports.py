@@ -48,7 +48,7 @@ ROOMS = {
         {"generation"},  # tokens from a model, one after the other
     ),
     "trainers": (
-        {"files"},  # reading what users name, checksums
+        {"files", "megatron_flags"},  # reading what users name, checksums; answers to flags that we do not have
         {"options", "presets"},
         {"config"},
         {"data"},

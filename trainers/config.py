@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 
@@ -67,7 +67,12 @@ NEEDS_SAVE = dict.fromkeys(("exit_interval", "exit_signal", "exit_duration_in_mi
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The settings of every command whose ranks share a model. A field is the flag of the same name, with dashes."""
+    """The settings of every command whose ranks share a model. A field is the flag of the same name, with dashes.
+
+    megatron: the command of which Megatron-LM's other flags are taken, too (`trainers.options.Parser`); None: none.
+    """
+
+    megatron: ClassVar[str | None] = None
 
     tensor_model_parallel_size: AtLeastOne = option(
         1, "ranks that one model is split over; the other factor of the ranks is data-parallel"

@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from argparse import ArgumentError, BooleanOptionalAction, _AppendAction, _StoreTrueAction
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -23,6 +23,8 @@ from trainers.files.reading import InputFileError, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from trainers.megatron_flags.reading import Found
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
@@ -128,8 +130,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         word = re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message)
-        near = difflib.get_close_matches(word[1][:100], self._option_string_actions, 1) if word else []
+        near = difflib.get_close_matches(word[1][:100], self._names(), 1) if word else []
         raise OptionError(one_line(message) + (f" (is {near[0]} meant?)" if near else ""))
+
+    def _names(self) -> Iterable[str]:
+        """The flags that may be meant where one is not known."""
+        return self._option_string_actions
 
     def parse_known_args(  # type: ignore[override]  # of any signature of the library
         self, *arguments: Any, **settings: Any
@@ -158,9 +164,14 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Parser(OneLineParser):
-    """A parser of flags and of ``--config FILE``, a YAML file of the same options."""
+    """A parser of flags and of ``--config FILE``, a YAML file of the same options.
 
-    def __init__(self, **settings: Any) -> None:
+    megatron: the command of which it also takes Megatron-LM's flags (`trainers.megatron_flags.answers.COMMANDS`), None
+    for no command. They are in `found` afterwards.
+    """
+
+    def __init__(self, megatron: str | None = None, **settings: Any) -> None:
+        self.megatron, self.found = megatron, list["Found"]()
         about = "The file of --config is YAML: option: value, in a line each."
         super().__init__(allow_abbrev=False, epilog=about, **settings)
         self.add_argument("--config", metavar="FILE", help="YAML file of these options; flags win")
@@ -172,7 +183,24 @@ class Parser(OneLineParser):
         first = OneLineParser(add_help=False, allow_abbrev=False)
         first.add_argument("--config")
         path = first.parse_known_args(words)[0].config
-        return super().parse_known_args(words if path is None else [*words, *self._words_of(path, words)], namespace)
+        words = words if path is None else [*words, *self._words_of(path, words)]
+        if self._is_foreign(words):
+            from trainers.megatron_flags.reading import split
+
+            words, self.found = split(self.megatron or "", words, self._option_string_actions)
+        return super().parse_known_args(words, namespace)
+
+    def _is_foreign(self, words: Sequence[str]) -> bool:
+        """Whether a word may be a flag of Megatron-LM. The table of these is read only if one is."""
+        flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return self.megatron is not None and any(flag not in self._option_string_actions for flag in flags)
+
+    def _names(self) -> Iterable[str]:
+        if self.megatron is None:
+            return super()._names()
+        from trainers.megatron_flags.table import answers
+
+        return [*self._option_string_actions, *answers(self.megatron)]
 
     def _words_of(self, path: str, given: Sequence[str]) -> list[str]:
         """The content of a file as words of a command line, but for options that ``given`` has. Raises OptionError."""
@@ -191,6 +219,9 @@ class Parser(OneLineParser):
             if not all(isinstance(part, str) for part in parts):
                 raise OptionError(f"--config: {key}: want one value, or a list of values without null")
             action: Any = self._option_string_actions.get(flag)
+            if action is None and (foreign := self._foreign_words(flag, parts)) is not None:
+                found += [] if flag in flags else foreign
+                continue
             if action is None:
                 raise OptionError(f"--config: {flag}: there is no such option")
             if flags & set(action.option_strings):
@@ -205,6 +236,18 @@ class Parser(OneLineParser):
                 found += [f"{flag}={part}" for part in parts]
         return found
 
+    def _foreign_words(self, flag: str, parts: Sequence[str]) -> list[str] | None:
+        """The words of a key of a file that is a flag of Megatron-LM; None if it is none."""
+        if not self._is_foreign([flag]):
+            return None
+        from trainers.megatron_flags.table import answers
+
+        if (known := answers(self.megatron or "").get(flag)) is None:
+            return None
+        if known[1].words:
+            return [flag, *parts]
+        return [flag] if parts[0].lower() in ("true", "yes", "on", "1") else []
+
 
 def _switch(action: argparse.Action, flag: str, key: str, value: str) -> list[str]:
     """The words that turn an option without a value on or off. value: of ``key`` in a file."""
@@ -217,13 +260,19 @@ def _switch(action: argparse.Action, flag: str, key: str, value: str) -> list[st
     return [f"--no-{flag[2:]}"] if isinstance(action, BooleanOptionalAction) else []
 
 
-def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str, **more: Any) -> Settings:
+def parse(
+    kind: type[Settings], argv: Sequence[str] | None, prog: str, tell: Callable[[str], None] = lambda line: None,
+    **more: Any,
+) -> Settings:  # fmt: skip
     """The settings of dataclass ``kind`` from the flags in ``argv`` and from ``--config FILE``; flags win.
 
-    argv: None for the arguments of this process. more: for `Parser`. Raises OptionError, UsageError for a word that
-    sets nothing (`option`, sets), and SystemExit for --help.
+    A ``kind`` with a ``megatron`` takes Megatron-LM's flags, too (`Parser`). argv: None for the arguments of this
+    process. tell: called with lines about such flags, and about defaults that are not Megatron-LM's. more: for
+    `Parser`. Raises OptionError, UsageError for a word that sets nothing (`option`, sets), and SystemExit for --help.
     """
-    read = vars(parser_of(kind, prog, **more).parse_args(argv))
+    command: str | None = getattr(kind, "megatron", None)
+    parser = parser_of(kind, prog, **({} if command is None else {"megatron": command}) | more)
+    read = vars(parser.parse_args(argv))
     read.pop("config")
     given = {name: value for name, value in read.items() if value is not None}
     values: dict[str, Any] = {}
@@ -232,7 +281,20 @@ def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str, **more: A
             (given[item.name],) = given[item.name]
         if item.metadata["sets"] is not None and item.name in given:
             values |= item.metadata["sets"](kind, given[item.name], given.get)
-    return kind(**values | given)
+    made = {}
+    if command is not None and parser.found:
+        from trainers.megatron_flags.reading import settle
+
+        before = kind(**values | given)
+        made = settle(command, parser.found, given, lambda name: getattr(before, name, None))
+    config = kind(**values | given | made)
+    if command is not None:
+        from trainers.megatron_flags.reading import remarks
+
+        known = {*values, *given, *made}
+        for line in remarks(command, parser.found, made, known, lambda name: getattr(config, name, None)):
+            tell(line)
+    return config
 
 
 def parser_of(kind: type[DataclassInstance], prog: str, **more: Any) -> Parser:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from typing import Any
 
 from commengine import Communicator, launch
 from commengine.rank_zero import on_rank_zero
@@ -29,7 +30,7 @@ def settings(argv: Sequence[str] | None) -> CorpusSettings:
 
     argv: None for the arguments of this process.
     """
-    about = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
+    about: dict[str, Any] = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
     made = parse(CorpusSettings, argv, "prepare_corpus", **about).completed()
     made.validate()
     return made

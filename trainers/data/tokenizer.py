@@ -49,7 +49,7 @@ class Tokenizer:
     def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
         """Read a ``tokenizer.json``, BERT's vocab.txt if the name ends in ``.txt``, or GPT-2's ``vocab.json``.
 
-        The merges of a vocab.json are in ``merges.txt`` beside it.
+        The merges of a vocab.json are in ``merges.txt`` beside it, those of gpt2-vocab.json in gpt2-merges.txt.
         lowercase: of a vocab.txt; see `from_vocab`. None for what ``tokenizer_config.json`` beside it says, and without
         one True. A tokenizer.json says by itself what it does; `start_token` is the ``bos_token`` of that file beside
         it, which transformers obeys, too.
@@ -59,8 +59,8 @@ class Tokenizer:
         if os.fspath(path).endswith(".txt"):
             told = _settings_beside(path).get("do_lower_case", True) is not False if lowercase is None else lowercase
             return cls.from_vocab(path, lowercase=told)
-        if Path(path).name == "vocab.json":
-            return cls.from_gpt2(path, Path(path).with_name("merges.txt"))
+        if (merges := merges_of(path)) is not None:
+            return cls.from_gpt2(path, merges)
         require_usable(_existing(path))
         with _told(f"{path}: not a tokenizer.json"):
             backend = tokenizers.Tokenizer.from_file(os.fspath(path))
@@ -252,6 +252,13 @@ class Tokenizer:
     def to_bytes(self) -> bytes:
         """The content of a ``tokenizer.json``."""
         return str(self._backend.to_str(pretty=True)).encode()
+
+
+def merges_of(path: str | os.PathLike[str]) -> Path | None:
+    """The merges that belong to the file ``path``, if it is a vocabulary of GPT-2; None if it is another file."""
+    name = Path(path).name
+    merges = Path(path).with_name(name.removesuffix("vocab.json") + "merges.txt")
+    return merges if name == "vocab.json" or (name.endswith("vocab.json") and merges.is_file()) else None
 
 
 @contextlib.contextmanager

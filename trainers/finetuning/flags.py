@@ -56,6 +56,8 @@ def _of_preset(_: Any, name: str, value: Any) -> Mapping[str, Any]:
 class FinetuneFlags(LayerConfig):
     """The options of `trainers.finetune`; `FinetuneConfig` says what they mean together."""
 
+    megatron = "finetune"
+
     task: str | None = option(None, "what the model learns", choices=TASKS, fixed=True)
     data: Text | None = option(
         None,

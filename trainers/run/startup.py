@@ -59,12 +59,16 @@ def job_config(world: Communicator, kind: type[Job], command: str) -> Job:
 def read_config(kind: type[Job], argv: Sequence[str] | None, command: str, ranks: int) -> Job:
     """The valid and complete settings, of type ``kind``, of a job of ``ranks`` ranks. It reads files, on rank 0 only.
 
-    argv: the arguments of ``command``; None for those of this process. Raises UsageError or ValueError, naming the
-    option.
+    argv: the arguments of ``command``; None for those of this process. What is said of Megatron-LM's flags and defaults
+    (`options.parse`) is printed. Raises UsageError or ValueError, naming the option.
     """
-    config = options.parse(kind, argv, command)
+    said = list[str]()
+    config = options.parse(kind, argv, command, said.append)
     config.validate(ranks)
-    return config.completed(ranks)
+    config = config.completed(ranks)
+    for line in said:
+        print(line, file=sys.stderr, flush=True)
+    return config
 
 
 def verify_files(config: TrainConfig, world: Communicator) -> None:

@@ -40,7 +40,7 @@ SHOWN = 100
 class BERTTrainConfig(TransformerTrainConfig):
     """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
 
-    task = "bert"
+    task = megatron = "bert"
     causal = False
 
     seq_length: Length = option(512, "tokens of a sample, [CLS] and [SEP] included", fixed=True)

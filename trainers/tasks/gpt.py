@@ -48,7 +48,7 @@ SAMPLING = Sampling(temperature=0.8, top_k=40)
 class GPTTrainConfig(TransformerTrainConfig, ExpertsConfig):
     """The settings of `trainers.pretrain_gpt`. A field is the flag of the same name, with dashes."""
 
-    task = "gpt"
+    task = megatron = "gpt"
     causal = True
 
     sample_tokens: Annotated[int, between(0, 2**16)] = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainers.data.tokenizer import Tokenizer
+from trainers.data.tokenizer import Tokenizer, merges_of
 from trainers.data.wordpiece import SPECIAL
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -38,9 +38,8 @@ def written_tokenizer(model: str) -> dict[str, bytes]:
     Raises ValueError and OSError as `Tokenizer.from_file` does.
     """
     found = Tokenizer.from_file(model)
-    content = (
-        Path(model).read_bytes() if model.endswith(".json") and Path(model).name != "vocab.json" else found.to_bytes()
-    )
+    whole = model.endswith(".json") and merges_of(model) is None
+    content = Path(model).read_bytes() if whole else found.to_bytes()
     vocabulary = found.vocabulary()
     about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if found.end_token is not None:

@@ -1,0 +1,1 @@
+"""Megatron-LM's flags that our commands do not have: an answer to each, in one table."""
