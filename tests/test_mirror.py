@@ -93,6 +93,13 @@ TESTED_BY = {
     "trainers/finetuning/predict.py": ["trainers/finetuning/test_command.py"],
     "trainers/finetuning/task.py": ["trainers/finetuning/test_command.py"],
     "trainers/evaluate.py": ["trainers/scoring/test_evaluate_command.py"],
+    **{
+        f"trainers/megatron_flags/{name}.py": [
+            "trainers/megatron_flags/test_table.py",
+            "trainers/megatron_flags/test_reading.py",
+        ]
+        for name in ("answers", "features", "files", "machine", "model", "training")
+    },
     "trainers/run/loop.py": ["trainers/test_pretrain_gpt.py", "trainers/checkpoints/test_run_folder.py"],
     "trainers/run/programs.py": ["bench/command/test_commands.py"],
     "trainers/run/report.py": [

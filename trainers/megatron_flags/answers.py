@@ -31,14 +31,12 @@ class Flag:
     @classmethod
     def of(cls, spelt: str) -> Flag:
         """The flag that a word of a table spells."""
-        if spelt.endswith("..."):
-            return cls(f"--{spelt.removesuffix('...')}", 2)
-        name, has_value, default = spelt.partition("=")
-        return cls(f"--{name}", int(bool(has_value)), default or None)
+        name, has_value, default = spelt.removesuffix("...").partition("=")
+        return cls(f"--{name}", 2 if spelt.endswith("...") else int(bool(has_value)), default or None)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Verdict:
     """The answer to some flags.
 
     kind: "no effect": taken, and ``text`` says why; "same": stands for the words ``text`` of a command line here;
@@ -90,38 +88,38 @@ def _flags(spelt: str) -> tuple[Flag, ...]:
     return tuple(map(Flag.of, spelt.split()))
 
 
-def no_effect(why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Answer:
+def no_effect(why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Verdict:
     """Flags that change no number of a training run here."""
-    return Answer("no effect", why, _flags(spelt), commands=tuple(commands))
+    return Verdict("no effect", why, _flags(spelt), commands=tuple(commands))
 
 
-def without(switch: str, spelt: str) -> Answer:
+def without(switch: str, spelt: str) -> Verdict:
     """Flags that mean nothing, there or here, without another flag, which has an answer of its own."""
     return no_effect(f"means nothing without {switch}", spelt)
 
 
-def same(words: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Answer:
+def same(words: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Verdict:
     """Flags of which each stands for ``words``, followed by its value if it has one."""
-    return Answer("same", words, _flags(spelt), commands=tuple(commands))
+    return Verdict("same", words, _flags(spelt), commands=tuple(commands))
 
 
-def valid(values: str, why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Answer:
+def valid(values: str, why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Verdict:
     """Flags of which the ``values``, and the default, are what a run does here; any other one is refused."""
-    return Answer("not here", why, _flags(spelt), tuple(values.split()), commands=tuple(commands))
+    return Verdict("not here", why, _flags(spelt), tuple(values.split()), commands=tuple(commands))
 
 
-def instead(write: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Answer:
+def instead(write: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Verdict:
     """Flags that are refused in favour of something else."""
-    return Answer("instead", write, _flags(spelt), commands=tuple(commands))
+    return Verdict("instead", write, _flags(spelt), commands=tuple(commands))
 
 
-def not_here(why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Answer:
+def not_here(why: str, spelt: str, commands: Sequence[str] = COMMANDS) -> Verdict:
     """Flags that are refused, unless they have their default."""
-    return Answer("not here", why, _flags(spelt), commands=tuple(commands))
+    return Verdict("not here", why, _flags(spelt), commands=tuple(commands))
 
 
 def computed(
-    text: str, work: Work, spelt: str, commands: Sequence[str] = COMMANDS, idle: str = Answer.idle, how: str = ""
-) -> Answer:  # fmt: skip
+    text: str, work: Work, spelt: str, commands: Sequence[str] = COMMANDS, idle: str = Verdict.idle, how: str = ""
+) -> Verdict:  # fmt: skip
     """Flags of which ``work`` tells what they set, or why they are refused. text: for the page."""
-    return Answer("set", text, _flags(spelt), work=work, idle=idle, how=how, commands=tuple(commands))
+    return Verdict("set", text, _flags(spelt), work=work, idle=idle, how=how, commands=tuple(commands))

@@ -126,9 +126,10 @@ def balance(words: Words, value: Value) -> Mapping[str, Any]:
     """Of the kinds of balance only the one within each sequence is here. aux_loss takes a micro-batch for one."""
     coefficient = value("moe_aux_loss_coeff")
     alone = value("micro_batch_size") == 1 and value("context_parallel_size") == 1
-    if words == ["none"] and coefficient:
+    kinds = list(words)
+    if kinds == ["none"] and coefficient:
         raise UsageError("with --moe-aux-loss-coeff there is a loss; leave that out")
-    if words in (["seq_aux_loss"], ["none"]) or (words == ["aux_loss"] and (alone or not coefficient)):
+    if kinds in (["seq_aux_loss"], ["none"]) or (kinds == ["aux_loss"] and (alone or not coefficient)):
         return {}
     raise UsageError(
         "not here; valid: seq_aux_loss, which balances the experts within each sequence as --moe-aux-loss-coeff does "

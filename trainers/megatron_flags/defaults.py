@@ -44,7 +44,7 @@ DIFFERENCES = (
         lambda value: value("disable_bias_linear") and not value("swiglu"),
     ),
     Difference(
-        "moe_aux_loss_coeff", "within each sequence", "over the micro-batch", _GPT,
+        "moe_router_load_balancing_type", "seq_aux_loss", "aux_loss", _GPT,
         lambda value: bool(value("moe_aux_loss_coeff")) and value("micro_batch_size") > 1,
     ),
 )  # fmt: skip

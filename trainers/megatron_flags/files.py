@@ -16,8 +16,8 @@ FILES = (
     same("--save-interval", "persistent-save-interval= save-iters="),
     instead("--load DIR/iter_N, a folder of the run", "ckpt-step= override-ckpt-iteration="),
     instead("--load hf:FOLDER or megatron:FOLDER", "pretrained-checkpoint=", ("gpt", "bert")),
-    computed("valid in a new run", _ANEW, "finetune no-load-optim"),
-    computed("valid in a new run", _AGAIN, "use-checkpoint-args use-mp-args-from-checkpoint-args"),
+    computed("taken in a new run", _ANEW, "finetune no-load-optim"),
+    computed("taken in a new run", _AGAIN, "use-checkpoint-args use-mp-args-from-checkpoint-args"),
     no_effect("checkpoints have one form, which any layout loads", (
         "ckpt-format=torch_dist use-dist-ckpt dist-ckpt-format=torch_dist auto-detect-ckpt-format "
         "dist-ckpt-strictness=assume_ok_unexpected ckpt-fully-parallel-save no-ckpt-fully-parallel-save "

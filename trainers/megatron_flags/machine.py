@@ -23,7 +23,7 @@ MACHINE = (
     computed(
         "--num-layers-per-virtual-pipeline-stage", c.virtual_stages, "num-virtual-stages-per-pipeline-rank=", PRETRAIN
     ),
-    not_here("fine-tuning has no stages", "num-virtual-stages-per-pipeline-rank=1", ("finetune",)),
+    not_here("fine-tuning has no stages", "num-virtual-stages-per-pipeline-rank=", ("finetune",)),
     # ranks
     no_effect("mpirun starts the ranks and tells each its number", "local-rank= local_rank= lazy-mpu-init..."),
     no_effect("host tensors travel by MPI or shared memory, device tensors by --device-transport", (
@@ -93,7 +93,7 @@ MACHINE = (
         "use-mcore-models use-legacy-models enable-experimental apply-query-key-layer-scaling "
         "no-query-key-layer-scaling attention-softmax-in-fp32"
     )),
-    valid("local transformer_engine", "layers of inference", "transformer-impl=transformer_engine"),
+    valid("local transformer_engine", "the layers are those of training", "transformer-impl=transformer_engine"),
     no_effect("there are no CUDA graphs; --compile compiles the model", (
         "enable-cuda-graph external-cuda-graph cuda-graph-impl=none cuda-graph-scope... cuda-graph-modules... "
         "cuda-graph-warmup-steps=3 optimizer-cuda-graph te-rng-tracker inference-rng-tracker "
@@ -118,7 +118,7 @@ MACHINE = (
         "manual-gc manual-gc-interval=0 no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level=0"
     )),
     # precision
-    computed("valid with --bf16, which reduces so", c.bf16_sums, "grad-reduce-in-bf16"),
+    computed("taken with --bf16, which reduces so", c.bf16_sums, "grad-reduce-in-bf16"),
     not_here("precisions are fp32, --bf16 and --fp16, with fp32 masters and moments", (
         "fp8-format= fp8-e4m3 fp8-hybrid fp8-param-gather fp4-format= fp4-param-gather fp16-lm-cross-entropy "
         "embedding-weights-in-fp32 fp32-embedding fp32-layernorm fp32-tokentypes output-logit-dtype= "

@@ -14,21 +14,24 @@ MODEL = (
     same("--ffn-hidden-size", "intermediate-size="),
     computed("--position-embedding-type rope", c.rotary, "use-rotary-position-embeddings", GPT),
     # the values that a run here has anyway
-    valid("rope", "rotary positions by YaRN", "rope-type="),
+    valid("rope", "rotary positions are plain, not YaRN's", "rope-type="),
     valid("", "rotary positions turn the whole of a head", "rotary-percent=1.0", GPT),
     valid("vanilla", "attention has the plain softmax", "softmax-type=vanilla"),
     valid("1", "all layers have experts, or none", "moe-layer-freq=1"),
     valid("softmax", "a router's weights are a softmax", "moe-router-score-function=softmax"),
     valid("fp32", "a router computes in fp32", "moe-router-dtype="),
-    valid("local", "models of other modules", "spec..."),
-    valid("0", "is a number of tokens of T5", "vocab-extra-ids=0"),
+    valid("local", "the layers are those of this package", "spec..."),
+    valid("0", "the vocabulary has no tokens of T5", "vocab-extra-ids=0"),
     valid("learned_absolute", "BERT has a table of positions", "position-embedding-type=learned_absolute", BERT),
     valid("LayerNorm", "BERT has LayerNorm", "normalization=LayerNorm", BERT),
-    computed("valid: seq_aux_loss, or none", c.balance, "moe-router-load-balancing-type...", GPT),
+    computed(
+        "taken: seq_aux_loss, none, and aux_loss with --micro-batch-size 1 or without --moe-aux-loss-coeff", c.balance,
+        "moe-router-load-balancing-type...", GPT,
+    ),
     not_here("BERT has no experts", "moe-router-load-balancing-type...", BERT),
-    computed("valid with rotary positions", c.no_positions, "no-position-embedding", GPT),
-    computed("valid with --swiglu; GELU is the form by tanh", c.erf_gelu, "no-bias-gelu-fusion", GPT),
-    computed("valid in fp32", c.fp32_residuals, "fp32-residual-connection"),
+    computed("taken with rotary positions", c.no_positions, "no-position-embedding", GPT),
+    computed("taken with --swiglu, because the GELU here is the form by tanh", c.erf_gelu, "no-bias-gelu-fusion", GPT),
+    computed("taken in fp32", c.fp32_residuals, "fp32-residual-connection"),
     no_effect("BERT's GELU is by the error function, unless --gelu says otherwise", "no-bias-gelu-fusion", BERT),
     no_effect("a GPT's GELU is the form by tanh", "openai-gelu", GPT),
     computed("--gelu tanh --head-gelu tanh", c.tanh_gelu, "openai-gelu", ("bert",)),
@@ -43,7 +46,7 @@ MODEL = (
     not_here("rotary positions go by halves, not by pairs", "rotary-interleaved"),
     not_here("all layers have rotary positions", "no-rope-freq="),
     not_here("attention sees all positions before", "window-size= window-attn-skip-freq="),
-    not_here("a norm after each sum", "apply-residual-connection-post-layernorm", GPT),
+    not_here("norms stand inside of the branches", "apply-residual-connection-post-layernorm", GPT),
     not_here(
         "the residual is the sum, not its norm; --norm-placement post is the paper's Figure 7 a",
         "apply-residual-connection-post-layernorm", BERT,
@@ -64,7 +67,7 @@ MODEL = (
         "swiglu group-query-attention num-query-groups=1 kv-channels= disable-bias-linear add-qkv-bias qk-layernorm "
         "untie-embeddings-and-output-weights rotary-base=10000 rotary-percent=1.0 use-rotary-position-embeddings "
         "use-rope-scaling no-position-embedding rope-scaling-factor=8.0 num-experts= expert-model-parallel-size=1 "
-        "moe-router-topk=2 moe-aux-loss-coeff=0.0 moe-z-loss-coeff= moe-router-pre-softmax moe-ffn-hidden-size= "
+        "moe-router-topk=2 moe-aux-loss-coeff=0.0... moe-z-loss-coeff= moe-router-pre-softmax moe-ffn-hidden-size= "
         "moe-shared-expert-intermediate-size= moe-shared-expert-gate"
     ), BERT),
     no_effect("belongs to BERT", "mask-prob=0.15 short-seq-prob=0.1 bert-no-binary-head", GPT),

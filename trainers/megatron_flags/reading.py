@@ -8,7 +8,7 @@ from typing import Any
 
 from commengine import UsageError
 
-from .answers import Answer, Flag
+from .answers import Flag, Verdict
 from .defaults import differing
 from .table import answers
 
@@ -18,7 +18,7 @@ class Found:
     """A flag of the table that a command line has, and its words."""
 
     flag: Flag
-    answer: Answer
+    answer: Verdict
     words: tuple[str, ...]
 
     @property
@@ -117,6 +117,7 @@ def remarks(
             yield f"{one.given}: is {made_here} here{one.answer.how and f', {one.answer.how}'}"
     for why, flags in idle.items():
         yield f"no effect here: {', '.join(flags)} ({why})"
-    if others := list(differing(command, given, value)):
+    named = {*given, *(one.flag.name[2:].replace("-", "_") for one in found)}
+    if others := list(differing(command, named, value)):
         said = ", ".join(f"{one.flag} {one.here} (there {one.there})" for one in others)
         yield f"defaults that are not Megatron-LM's: {said}"

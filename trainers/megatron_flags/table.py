@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from .answers import Answer, Flag
+from .answers import Flag, Verdict
 from .features import FEATURES
 from .files import FILES
 from .machine import MACHINE
@@ -15,14 +15,14 @@ from .model import MODEL
 from .training import TRAINING
 
 #: by what they are about
-TABLE: dict[str, tuple[Answer, ...]] = {
+TABLE: dict[str, tuple[Verdict, ...]] = {
     "The model": MODEL, "Batches, optimizer, data, tokenizer": TRAINING, "Ranks, kernels, memory, precision": MACHINE,
     "Checkpoints, logs, watchers": FILES, "Features": FEATURES,
 }  # fmt: skip
 
 
 @cache
-def answers(command: str) -> dict[str, tuple[Answer, Flag]]:
+def answers(command: str) -> dict[str, tuple[Verdict, Flag]]:
     """The answer to each flag in ``command``, by the flag's name with its dashes."""
     return {
         flag.name: (answer, flag)

@@ -24,7 +24,7 @@ TRAINING = (
     not_here("every step of a run is taken", "iterations-to-skip... phase-transition-iterations="),
     instead("python -m trainers.evaluate --load RUN", "skip-train"),
     not_here("an evaluation has the batches of training", "eval-micro-batch-size= eval-global-batch-size="),
-    not_here("runs the checks of Megatron-LM's own tests", "test-mode"),
+    not_here("the checks of Megatron-LM's own tests are not here", "test-mode"),
     instead("an --eval-iters that is large enough: it reads no sample twice", "full-validation"),
     not_here("all evaluations are at --eval-interval", "start-eval-at-iter="),
     no_effect("a blend's parts are always evaluated apart", "multiple-validation-sets validation-set-names..."),
@@ -45,7 +45,7 @@ TRAINING = (
     )),
     valid("", "the warm-up begins at 0", "lr-warmup-init=0.0"),
     valid("constant", "the weight decay is constant", "weight-decay-incr-style=constant"),
-    computed("valid: that of --weight-decay", c.constant_decay, "start-weight-decay= end-weight-decay="),
+    computed("taken: the value of --weight-decay", c.constant_decay, "start-weight-decay= end-weight-decay="),
     without("--lr-decay-style WSD, which is not here", (
         "lr-wsd-decay-style=exponential lr-wsd-decay-iters= lr-wsd-decay-samples="
     )),
@@ -55,7 +55,7 @@ TRAINING = (
     no_effect("a run that goes on has the schedule of its own flags", (
         "override-opt_param-scheduler override-opt-param-scheduler override-lr-scheduler"
     )),
-    computed("valid in a new run", c.loads_nothing("repeat the flags of its schedule, and leave this out"), (
+    computed("taken in a new run", c.loads_nothing("repeat the flags of its schedule, and leave this out"), (
         "use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler use-checkpoint-lr-scheduler"
     )),
     no_effect("the loss is the mean over all tokens of the global batch", "calculate-per-token-loss"),
@@ -107,7 +107,8 @@ TRAINING = (
     computed("the file beside --vocab-file, of the same name", c.merges, "merge-file=", GPT),
     not_here("BERT's vocabulary is --vocab-file", "merge-file=", BERT),
     computed(
-        "valid: those whose files are read here, and NullTokenizer", c.tokenizer_type, "tokenizer-type=",
+        "taken: GPT2BPETokenizer, HuggingFaceTokenizer, BertWordPieceLowerCase, NullTokenizer", c.tokenizer_type,
+        "tokenizer-type=",
         idle="the tokenizer is that of --tokenizer-model or of the data set, or --vocab-size tells its size",
     ),
     no_effect("the data set holds tokens, and a tokenizer.json says by itself how it spells", (
