@@ -115,7 +115,6 @@ TESTED_BY = {
     "trainers/tasks/training.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/other_models.py": ["trainers/weights/test_convert.py"],
     "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],
-    "trainers/training/interfaces.py": ["trainers/training/test_trainer.py"],
     "trainers/training/layout.py": ["trainers/training/test_reduction.py"],
     "trainers/training/module_state.py": ["trainers/test_data_parallel.py", "trainers/test_data_parallel_faults.py"],
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],

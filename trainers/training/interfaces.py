@@ -3,18 +3,26 @@
 A `trainers.training.trainer.Trainer` trains any ``nn.Module``. Parameters that layers of tplayers added know which part
 of a global tensor they hold (`tplayers.Placement`); all other parameters are replicated, and must have the same values
 on every rank. Everything else that the trainer needs to know stands in the two interfaces here, an `Objective` and a
-`BatchSource`. `trainers.tasks.gpt` is an example of both.
+`BatchSource`. `trainers.tasks.gpt` is an example of both. `require_same_settings` compares what stands in two places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tplayers import Randomness
+from commengine import Communicator
+from commengine.dtypes import HALF_TYPES
+from commengine.rank_zero import on_every_rank
+from tplayers import Randomness, TransformerConfig
+from tplayers.canonical.shards import CanonicalShards
+from trainers.config import TrainConfig
+
+from .precision import parameter_dtype
 
 
 class Microbatch(Protocol):
@@ -110,3 +118,45 @@ class Objective(Protocol[AnyMicrobatch]):
         Every parameter must get a gradient in every backward, also from a microbatch that counts nothing (its gradient
         is 0). Every rank of the tensor group makes this call with the same arguments, and must get the same losses.
         """
+
+
+def require_same_settings(config: TrainConfig, model: nn.Module, size: int, world: Communicator) -> None:
+    """Raise UsageError, on all ranks, unless ``config`` says of ``model`` and of its batches what these are.
+
+    Compared are the fields that the configuration of a transformer shares with ``config``, such as
+    ``sequence_parallel``; the dtype of half-precision parameters; the canonical shards; and ``size``, the samples of a
+    global batch. A setting of ``config`` that is None says nothing. Collective over ``world``.
+    """
+    on_every_rank(world, lambda: _raise_first(_contradictions(config, model, size)))
+
+
+def _raise_first(problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise ValueError(problem)
+
+
+def _contradictions(config: TrainConfig, model: nn.Module, size: int) -> Iterator[str]:
+    own = getattr(model, "config", None)
+    if isinstance(own, TransformerConfig):
+        settings = {item.name: getattr(config, item.name) for item in fields(config)}
+        for item in fields(own):
+            asked, found = settings.get(item.name), getattr(own, item.name)
+            if asked is not None and asked != found:
+                yield f"{item.name}: {asked!r} in the settings of the run, and {found!r} in those of the model"
+    wanted = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype
+        if dtype != wanted and HALF_TYPES & {dtype, wanted} and dtype.is_floating_point:
+            yield f"{name} is of {_name(dtype)}, and bf16={config.bf16}, fp16={config.fp16} need {_name(wanted)}"
+    canonical = (getattr(module, "canonical", None) for module in model.modules())
+    shards = {one.count for one in canonical if isinstance(one, CanonicalShards)}
+    of_run = set() if config.canonical_shards is None else {config.canonical_shards}
+    if shards != of_run:
+        shown = [", ".join(map(str, sorted(some))) or "none" for some in (of_run, shards)]
+        yield f"canonical shards: {shown[0]} in the settings of the run, and {shown[1]} in the model"
+    if config.global_batch_size not in (None, size):
+        yield f"global_batch_size: {config.global_batch_size} in the settings of the run, and {size} in its batches"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from trainers.pipeline.schedule import Schedule, activations_like
 
 from .clipping import clip, exact_gradient_norm, gradient_norm
 from .holders import replicas_of
-from .interfaces import BatchSource, Microbatch, Objective
+from .interfaces import BatchSource, Microbatch, Objective, require_same_settings
 from .learning_rate import learning_rate
 from .optimizer import Optimizer
 from .precision import LossScaler, on_any_rank
@@ -70,6 +70,8 @@ class Trainer:
         trainer moves the model to the grid's device, and may make its parameters views of flat buffers.
     objective, batches: what is minimized, and over which samples; see `trainers.training.interfaces`.
 
+    Raises UsageError, on all ranks, where ``config`` contradicts the model or the batches (`require_same_settings`).
+
     All methods are collective, with the same arguments on every rank.
     """
 
@@ -82,6 +84,7 @@ class Trainer:
             if getattr(model, group, None) is None:
                 others = (one for one in (*AXES, "expert") if one != axis)
                 grid.require_axes(f"Trainer of a model without {said} group", *others)
+        require_same_settings(config, model, batches.size, grid.world)
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)

@@ -107,6 +107,7 @@ def trainer(
     if grid.context.size > 1:
         options["context"] = ContextGroup(grid.context, method, causal=kind in DECODERS)
     model = made(kind, grid.tensor, dtype=dtype, part=part, num_layers=layers, **options)
+    config = replace(config, sequence_parallel=model.config.sequence_parallel)
     if canonical is not None:
         from tplayers import use_canonical_shards
 
