@@ -12,6 +12,7 @@ from commengine.errors import usage_errors
 from trainers.checkpoints import checkpoint
 from trainers.config import of_other_program
 from trainers.options import require_ranges
+from trainers.weights.configurations import other_dropout
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
@@ -30,15 +31,27 @@ def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mappi
         other = open_other(load, **{name: value(name) for name in ASKED})
         other.close()
         require_kind(load, other, kind.task)
+        _require_one_dropout(load, other.settings.get("hf_files"), value)
         return _of_fields(kind, other.settings)
     if (found := checkpoint.find(Path(load))) is None:
         return {}
     saved = checkpoint.saved_state(found, verify=False).settings
     if checkpoint.CONVERTED_FROM not in saved and saved.get("hf_files") is None:
         return {}
+    if checkpoint.CONVERTED_FROM in saved:
+        _require_one_dropout(load, saved.get("hf_files"), value)
     fixed = {item.name for item in fields(kind) if item.metadata["fixed"]}
     names = fixed | {"hidden_dropout", "attention_dropout", "tokenizer_model", "hf_files"}
     return {name: one for name, one in saved.items() if name in names}
+
+
+def _require_one_dropout(load: str, folder: object, value: Callable[[str], Any]) -> None:
+    """Raise UsageError where the model in a folder of Hugging Face has two dropouts, and no option chooses one."""
+    if not isinstance(folder, str) or value("hidden_dropout") is not None:
+        return
+    with usage_errors(f"--load {load}: "):
+        if two := other_dropout(Path(folder)):
+            raise UsageError(f"--load {load}: {two} differ, and a run has one dropout; choose it with --hidden-dropout")
 
 
 def _of_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,16 @@ class _Keys:
         self.path, self.values = path, values
         self.taken: set[str] = set()
 
+    def either(self, key: str, old: str) -> str:
+        """``key``, or its name of before, ``old``, where only that is there. Raises ValueError if they contradict."""
+        first, second = self.values.get(key), self.values.get(old)
+        if first is not None and second is not None and first != second:
+            said = f"contradicts {key} {json.dumps(first)[:100]}; valid: one of them, or the same in both"
+            raise self.fault(old, said)
+        if first is not None:
+            self.taken.add(old)
+        return key if second is None or first is not None else old
+
     def fault(self, key: str, said: str) -> ValueError:
         return ValueError(f"{self.path}: {key} {json.dumps(self.values.get(key))[:100]}: {said}")
 
@@ -201,6 +211,18 @@ def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig 
     return found
 
 
+def other_dropout(folder: Path) -> str:
+    """The dropout of a GPT-2's embedding, which our models share with its residuals, if it is another one; or "".
+
+    Of two different ones a model here has that of the residuals. It matters in training only. Raises ValueError.
+    """
+    values = read_keys(folder / CONFIG)
+    if _model_type(folder / CONFIG, values) != "gpt2":
+        return ""
+    embedding, residuals = (values.get(key, 0.1) for key in ("embd_pdrop", "resid_pdrop"))
+    return "" if embedding == residuals else f"embd_pdrop {embedding} and resid_pdrop {residuals}"
+
+
 def _model_type(path: Path, values: Mapping[str, Any]) -> str:
     known, classes, told = ", ".join(ARCHITECTURES), values.get("architectures"), values.get("model_type")
     if not classes:
@@ -218,8 +240,7 @@ def _model_type(path: Path, values: Mapping[str, Any]) -> str:
 def _gpt2(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     keys.must("activation_function", *GELU_NAMES["tanh"])
     keys.must("scale_attn_weights", True)
-    if keys.take("embd_pdrop", float, 0.1) != (dropout := fields["hidden_dropout"]):
-        raise keys.fault("embd_pdrop", f"must be resid_pdrop, {dropout}")
+    keys.take("embd_pdrop", float, 0.1)  # see `other_dropout`
     return GPTConfig(**fields, untie_embeddings_and_output_weights=not keys.take("tie_word_embeddings", bool, True))
 
 
@@ -262,9 +283,12 @@ def _mixtral(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     return _decoder(keys, fields, theta=1e6)
 
 
-def _qwen_experts(keys: _Keys, fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` with what the keys of Qwen's experts, which all layers must have, tell of the router."""
-    _require_experts(keys, fields, "num_experts")
+def _qwen_experts(keys: _Keys, fields: dict[str, Any], name: str = "num_experts") -> dict[str, Any]:
+    """``fields`` with what the keys of Qwen's experts, which all layers must have, tell of the router.
+
+    name: the key that has their number.
+    """
+    _require_experts(keys, fields, name)
     keys.must("decoder_sparse_step", 1)
     keys.must("mlp_only_layers", [], None)
     return fields | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", bool, False)}
@@ -281,10 +305,9 @@ def _qwen3(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
 
 
 def _qwen3_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
-    if "num_experts" not in keys.values:  # transformers 5 writes the name that Mixtral has
-        fields["num_experts"] = keys.take("num_local_experts", int, fields["num_experts"])
-    keys.must("num_local_experts", fields["num_experts"], None)
-    return _qwen3(keys, _qwen_experts(keys, fields))
+    name = keys.either("num_experts", "num_local_experts")  # transformers 5 writes the name that Mixtral has
+    fields["num_experts"] = keys.take(name, int, fields["num_experts"])
+    return _qwen3(keys, _qwen_experts(keys, fields, name))
 
 
 def _decoder(keys: _Keys, fields: dict[str, Any], theta: float = 10000.0) -> GPTConfig:
@@ -305,13 +328,16 @@ def _decoder(keys: _Keys, fields: dict[str, Any], theta: float = 10000.0) -> GPT
 
 def _rope(keys: _Keys, theta: float) -> tuple[float, RopeScaling | None]:
     """The base and the scaling of rotary positions, from transformers 5's keys or from 4's; both must say the same."""
-    theta = keys.take("rope_theta", float, theta)
+    told_theta = keys.take("rope_theta", float)
+    theta = theta if told_theta is None else told_theta
     keys.must("partial_rotary_factor", 1)
     told = [
         _rope_of(_Keys(keys.path, {f"{name}.{key}": value for key, value in values.items()}), f"{name}.", theta)
         for name in ("rope_parameters", "rope_scaling")
         if (values := keys.take(name, dict))
     ]
+    if told_theta is not None and any(one != told_theta for one, _ in told):
+        raise keys.fault("rope_theta", "contradicts that of rope_parameters or rope_scaling; valid: the same in all")
     if len(told) == 2 and told[0] != told[1]:
         raise keys.fault("rope_scaling", "contradicts rope_parameters; valid: one of them, or the same in both")
     return told[0] if told else (theta, None)
@@ -319,9 +345,10 @@ def _rope(keys: _Keys, theta: float) -> tuple[float, RopeScaling | None]:
 
 def _rope_of(keys: _Keys, name: str, theta: float) -> tuple[float, RopeScaling | None]:
     """What keys that begin with ``name`` say. theta: the base, where they do not."""
-    kind = keys.take(f"{name}rope_type", str, keys.take(f"{name}type", str, "default"))
+    of_kind = keys.either(f"{name}rope_type", f"{name}type")
+    kind = keys.take(of_kind, str, "default")
     if kind not in _SCALINGS:
-        raise keys.fault(f"{name}rope_type", f"{kind} is not supported; supported: {', '.join(_SCALINGS)}")
+        raise keys.fault(of_kind, f"is not supported; supported: {', '.join(_SCALINGS)}")
     theta = keys.take(f"{name}rope_theta", float, theta)
     keys.must(f"{name}partial_rotary_factor", 1)
     numbers = [keys.take(f"{name}{key}", int if "max" in key else float, ...) for key in _SCALINGS[kind]]
@@ -383,6 +410,8 @@ def written_configuration(
         kept = {}
     elif of != "bert" and (classes := kept.get("architectures")) and ARCHITECTURES.get(classes[0]) == model_type:
         found["architectures"] = classes
+    if of == "gpt2" and kept.get("resid_pdrop", 0.1) == config.hidden_dropout and "embd_pdrop" in kept:
+        found.pop("embd_pdrop")  # another one than that of the residuals, of a model that was not trained with it
     implied_head = config.head_size if config.head_size * config.num_attention_heads == config.hidden_size else None
     for key, implied in (("n_inner", 4 * config.hidden_size), ("head_dim", implied_head)):
         if found.get(key) == implied:  # from other sizes; it stays as it stands in the origin

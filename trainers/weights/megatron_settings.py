@@ -140,7 +140,10 @@ def model_config(
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "max_position_embeddings"):
         if (said := setting(name, found[name])) != found[name]:
             raise contents.wrong(f"{name} is {said} in the settings (args), and {found[name]} by the tensors")
-    numbers_of = {"norm_epsilon": setting("layernorm_epsilon", 1e-5), "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    old, new = setting("layernorm_epsilon", None), setting("norm_epsilon", None)  # the name until 2023, and today's
+    if None not in (old, new) and old != new:
+        raise contents.wrong(f"layernorm_epsilon={old!r} contradicts norm_epsilon={new!r}")
+    numbers_of = {"norm_epsilon": 1e-5 if old is None else old, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     for name, default in numbers_of.items():
         found[name] = setting(name, default)
         if not isinstance(found[name], float | int) or not 0 <= found[name] < 1:

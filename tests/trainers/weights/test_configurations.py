@@ -8,7 +8,7 @@ import torch
 from tplayers import BERTConfig, GPTConfig, RopeScaling
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
-from trainers.weights.configurations import TaskHead, read_configuration, written_configuration
+from trainers.weights.configurations import TaskHead, other_dropout, read_configuration, written_configuration
 from trainers.weights.other_model import model_settings
 
 #: as transformers 4 wrote it for Llama 3.1 8B, but for its size
@@ -130,7 +130,7 @@ def test_transformers_reads_the_same_from_both_names(tmp_path, name):
         ("mistral", "sliding_window", 4096), ("mistral", "sliding_window", ...),
         ("qwen2", "use_sliding_window", True), ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
         ("gpt2", "activation_function", "relu"), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-        ("gpt2", "scale_attn_weights", False), ("gpt2", "embd_pdrop", 0.2), ("gpt2", "add_cross_attention", True),
+        ("gpt2", "scale_attn_weights", False), ("gpt2", "add_cross_attention", True),
         ("bert", "position_embedding_type", "relative_key"), ("bert", "type_vocab_size", 4),
         ("bert", "is_decoder", True), ("bert", "hidden_act", "relu"),
     ],
@@ -163,6 +163,62 @@ def test_a_model_type_that_is_no_name_is_refused_without_architectures(tmp_path)
 def test_both_names_of_the_rotary_positions_may_say_the_same(tmp_path):
     rope = LLAMA_V4["rope_scaling"] | {"rope_theta": 5e5}
     assert read(tmp_path, LLAMA_V4 | {"rope_parameters": rope}) == read(tmp_path, LLAMA_V4)
+
+
+SCALED = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        # the base of rotary positions, at the top and in the parameters of either version
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None},
+         r"rope_theta 500000\.0: contradicts that of rope_parameters or rope_scaling"),
+        ("llama", {"rope_scaling": SCALED | {"rope_theta": 1e4}}, r"rope_theta 500000\.0: contradicts"),
+        # the kind of scaling by its old name, and by both
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+         r'rope_scaling\.type "dynamic": is not supported; supported: default, linear'),
+        ("llama", {"rope_scaling": SCALED | {"type": "llama3"}},
+         r'rope_scaling\.type "llama3": contradicts rope_scaling\.rope_type "linear"'),
+        ("llama", {"rope_scaling": {"type": 3, "factor": 2.0}}, r"rope_scaling\.type 3: must be of type str"),
+        # the number of experts
+        ("qwen3_moe", {"num_local_experts": 4, "num_experts": 8}, "num_local_experts 4: contradicts num_experts 8"),
+        ("qwen3_moe", {"num_local_experts": 10**6}, "num_local_experts 1000000: must be"),
+    ],
+)  # fmt: skip
+def test_what_two_keys_say_must_be_the_same_and_is_told_by_the_key_that_is_there(tmp_path, name, more, said):
+    moe = {
+        **QWEN2_V4, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": None,
+    }  # fmt: skip
+    keys = {"llama": LLAMA_V4, "qwen3_moe": moe}[name]
+    with pytest.raises(ValueError, match=rf"config\.json: {said}"):
+        read(tmp_path, keys | more)
+
+
+def test_two_keys_that_say_the_same_are_one(tmp_path):
+    scaled = LLAMA_V4["rope_scaling"]
+    old = {key: value for key, value in scaled.items() if key != "rope_type"} | {"type": "llama3"}
+    for rope in (scaled, old, old | {"rope_type": "llama3"}, scaled | {"rope_theta": 5e5}):
+        assert read(tmp_path, LLAMA_V4 | {"rope_scaling": rope}) == read(tmp_path, LLAMA_V4)
+    without = {key: value for key, value in LLAMA_V4.items() if key not in ("rope_theta", "rope_scaling")}
+    told = read(tmp_path, without | {"rope_parameters": scaled | {"rope_theta": 5e5}})
+    assert told == read(tmp_path, LLAMA_V4)
+
+
+def test_a_gpt2_with_two_dropouts_is_read_and_written_as_it_was(tmp_path):
+    keys = GPT2_V4 | {"embd_pdrop": 0.2}
+    found = read(tmp_path, keys)
+    assert found == read(tmp_path, GPT2_V4) and found.hidden_dropout == 0.1
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert other_dropout(tmp_path) == "embd_pdrop 0.2 and resid_pdrop 0.1"
+    assert written_configuration(found, torch.float32, keys)["embd_pdrop"] == 0.2
+    trained = GPTConfig(**{**vars(found), "hidden_dropout": 0.3})
+    written = written_configuration(trained, torch.float32, keys)
+    assert written["embd_pdrop"] == written["resid_pdrop"] == 0.3
+    for other in (GPT2_V4, LLAMA_V4):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        assert other_dropout(tmp_path) == ""
 
 
 def test_an_export_does_not_say_that_its_heads_are_interleaved(tmp_path):

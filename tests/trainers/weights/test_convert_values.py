@@ -1,10 +1,14 @@
 """trainers.convert: the dtype and the order of the numbers in a run, and in a folder that is written from it."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from commengine import ProcessGrid
+from commengine import ProcessGrid, UsageError
+from trainers.options import parse
+from trainers.tasks.gpt import GPTTrainConfig
 from trainers.trained import load_trained
 
 
@@ -55,4 +59,25 @@ def test_heads_that_were_interleaved_are_permuted_once(world, theirs, folder, co
     with ProcessGrid(world, tensor=world.size) as grid:
         run, back = load_trained(folder / "run", grid), load_trained(f"hf:{folder / 'out'}", grid)
         assert all(map(torch.equal, run.model.parameters(), back.model.parameters()))
+    world.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+def test_a_gpt2_with_two_dropouts_trains_with_one_that_is_chosen(world, theirs, folder, command, changed):
+    """Generation and a conversion have no dropout, and take it; a training run has to be told which one it has."""
+    if world.rank == 0:
+        theirs("GPT-2").save_pretrained(folder / "in")
+        changed(folder / "in" / "config.json", embd_pdrop=0.2, resid_pdrop=0.1)
+    world.barrier()
+    with ProcessGrid(world) as grid:
+        assert load_trained(f"hf:{folder / 'in'}", grid).settings.hidden_dropout == 0.1
+    command(world, "--from", "hf", folder / "in", "--save", folder / "run")
+    command(world, "--load", folder / "run", "--to", "hf", folder / "out")
+    assert json.loads((folder / "out" / "config.json").read_text())["embd_pdrop"] == 0.2
+    for load in (f"hf:{folder / 'in'}", str(folder / "run")):
+        words = ["--load", load, "--mock-data", "--vocab-size", "57"]
+        with pytest.raises(UsageError, match=r"embd_pdrop 0\.2 and resid_pdrop 0\.1 differ, .* with --hidden-dropout"):
+            parse(GPTTrainConfig, words, "pretrain_gpt")
+        assert parse(GPTTrainConfig, [*words, "--hidden-dropout", "0.2"], "pretrain_gpt").hidden_dropout == 0.2
     world.barrier()

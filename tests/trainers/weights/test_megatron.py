@@ -157,6 +157,7 @@ def test_a_well_known_tokenizer_tells_the_vocabulary(tmp_path):
         ({"hidden_size": 24}, "hidden_size is 24 in the settings .args., and 12 by the tensors"),
         ({"kv_channels": 4}, "kv_channels=4; supported: 2"),
         ({"layernorm_epsilon": "x"}, "norm_epsilon='x'; needed: a number"),
+        ({"layernorm_epsilon": 1e-5, "norm_epsilon": 1e-6}, "layernorm_epsilon=1e-05 contradicts norm_epsilon=1e-06"),
         ({"layernorm_epsilon": float("nan")}, "norm_epsilon='nan'; needed: a number from 0 to 1"),
         ({"hidden_dropout": -1}, "hidden_dropout='-1'; needed: a number from 0 to 1"),
         ({"window_size": (4, 0)}, r"window_size='\(4, 0\)' changes the model's function; supported: None"),
