@@ -281,20 +281,28 @@ def parse(
             (given[item.name],) = given[item.name]
         if item.metadata["sets"] is not None and item.name in given:
             values |= item.metadata["sets"](kind, given[item.name], given.get)
-    made = {}
-    if command is not None and parser.found:
-        from trainers.megatron_flags.reading import settle
+    config = kind(**values | given)
+    if command is None:
+        return config
+    made = dict[str, Any]()
+    if parser.found:  # Megatron-LM's flags, whose table is read only if there are any
+        from trainers.megatron_flags.reading import remarks, settle
 
-        before = kind(**values | given)
-        made = settle(command, parser.found, given, lambda name: getattr(before, name, None))
-    config = kind(**values | given | made)
-    if command is not None:
-        from trainers.megatron_flags.reading import remarks
-
-        known = {*values, *given, *made}
-        for line in remarks(command, parser.found, made, known, lambda name: getattr(config, name, None)):
+        made = settle(command, parser.found, given, _values_of(config))
+        config = kind(**values | given | made)
+        for line in remarks(parser.found, made, _values_of(config)):
             tell(line)
+    from trainers.megatron_flags.defaults import remark
+
+    named = {one.flag.name[2:].replace("-", "_") for one in parser.found}
+    if line := remark(command, {*values, *given, *made, *named}, _values_of(config)):
+        tell(line)
     return config
+
+
+def _values_of(settings: Settings) -> Callable[[str], Any]:
+    """The value of a setting by the name of its field; None where there is no such field."""
+    return lambda name: getattr(settings, name, None)
 
 
 def parser_of(kind: type[DataclassInstance], prog: str, **more: Any) -> Parser:

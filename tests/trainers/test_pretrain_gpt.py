@@ -348,6 +348,14 @@ def report(learned):
 
 FP16 = ["--fp16", "--initial-loss-scale", str(2.0**26), "--hysteresis", "1", "--loss-scale-window", "4"]
 TRACED = (1, 2, 0)  # every how many steps
+#: the example of Megatron-LM's README for GPT, with small numbers and mock data, as two of its versions spell it
+MEGATRON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 3 --lr-decay-iters 320 "
+    "--lr-decay-style cosine --lr-warmup-fraction .01 --fp16 --log-interval 1 --save-interval 500 --eval-interval 100 "
+    "--eval-iters 1 --checkpoint-activations --distributed-backend nccl --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --mock-data --device cpu"
+)
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +371,7 @@ def short(tmp_path_factory, data, tiny, mock, pretrain):
         "off": (1, [*plain, "--save", root / "off"]),
         "on": (2, [*mock, *evaluated, *tensor, "--save", root / "on"]),
         "not saved": (1, [*mock, "--train-iters", "1"]),
+        "megatron": (2, [*MEGATRON.split(), "--save", root / "megatron", "--load", root / "megatron"]),
     }
     for steps in TRACED:
         traced = ["--log-communication-interval", str(steps), "--save", root / f"traced {steps}"]
@@ -408,6 +417,19 @@ def test_what_an_fp16_run_says_of_its_loss_scale(short, rows):
     report = json.loads((folder / "report.json").read_text())
     assert report["skipped_steps"] == sum(skipped) and report["loss_scale"] == scale
     assert f"skipped steps{sum(skipped):>21,} of 20: the loss scale is {scale:g}" in outcome.out[0]
+
+
+def test_the_example_of_megatrons_readme_trains(short, rows):
+    outcome, folder = short["megatron"]
+    assert outcome.codes == [0, 0], outcome.err
+    assert [row["iteration"] for row in rows(folder)] == [1, 2, 3]
+    said = outcome.err[0]
+    assert said.count("--lr-warmup-fraction .01: is --lr-warmup-iters 3 here") == 1 and "here" not in outcome.err[1]
+    assert said.count("--checkpoint-activations: is --recompute-granularity full here") == 1
+    assert said.count("no effect here: --distributed-backend nccl (host tensors travel by MPI") == 1
+    assert said.count("defaults that are not Megatron-LM's: --min-lr") == 1
+    settings = json.loads((folder / "iter_0000003" / "state.json").read_text())["settings"]
+    assert settings["recompute_granularity"] == "full" and settings["vocab_size"] == 100
 
 
 def test_it_learns_more_than_how_often_tokens_occur(report):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,13 @@ DIFFERENCES = (
 )  # fmt: skip
 
 
-def differing(command: str, given: Container[str], value: Value) -> Iterator[Difference]:
-    """Yield the differences that hold for a run of ``command``. given: the fields that it has been given."""
-    for one in DIFFERENCES:
-        if command in one.commands and one.name not in given and one.holds(value):
-            yield one
+def remark(command: str, given: Container[str], value: Value) -> str:
+    """What a run of ``command`` says at its start of defaults that are not Megatron-LM's; "" for nothing.
+
+    given: the fields that it has been given. value: of any field, by its name.
+    """
+    found = [one for one in DIFFERENCES if command in one.commands and one.name not in given and one.holds(value)]
+    if not found or value("trains") is False:  # fine-tuning may only predict
+        return ""
+    said = ", ".join(f"{one.flag} {one.here} (there {one.there})" for one in found)
+    return f"defaults that are not Megatron-LM's: {said}"

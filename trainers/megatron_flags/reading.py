@@ -9,7 +9,6 @@ from typing import Any
 from commengine import UsageError
 
 from .answers import Flag, Verdict
-from .defaults import differing
 from .table import answers
 
 
@@ -94,12 +93,10 @@ def settle(
     return made
 
 
-def remarks(
-    command: str, found: Sequence[Found], made: Mapping[str, Any], given: Collection[str], value: Callable[[str], Any]
-) -> Iterator[str]:
-    """Yield lines: what flags stand for, which have no effect and why, and defaults that are not Megatron-LM's.
+def remarks(found: Sequence[Found], made: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[str]:
+    """Yield lines: what flags stand for, and which have no effect and why.
 
-    made: as `settle` gives it. given: the settings that the command line has, or that its flags set.
+    made: as `settle` gives it. value: of any setting of the run.
     """
     idle: dict[str, list[str]] = {}
     for one in found:
@@ -117,7 +114,3 @@ def remarks(
             yield f"{one.given}: is {made_here} here{one.answer.how and f', {one.answer.how}'}"
     for why, flags in idle.items():
         yield f"no effect here: {', '.join(flags)} ({why})"
-    named = {*given, *(one.flag.name[2:].replace("-", "_") for one in found)}
-    if others := list(differing(command, named, value)):
-        said = ", ".join(f"{one.flag} {one.here} (there {one.there})" for one in others)
-        yield f"defaults that are not Megatron-LM's: {said}"
