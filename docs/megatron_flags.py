@@ -26,8 +26,9 @@ a run does anyway. (GPT), (BERT) and (finetune) name the command that a row hold
 
 `--mock-data` needs no files: tokens are drawn from a Zipf distribution, as a function of `--seed` and of the sample's
 number, from the `--vocab-size` tokens of the NullTokenizer (before core 0.18 Megatron-LM added one for the end of a
-document) or from those of the tokenizer. The warm-up of the learning rate is one step ahead of Megatron-LM's, whose
-first step has the rate 0.
+document) or from those of the tokenizer. Three things have no flag: the warm-up of the learning rate is one step ahead
+of Megatron-LM's, whose first step has the rate 0; the loss is the mean over all tokens of the global batch, as it is
+there with `--calculate-per-token-loss`; and `--check-for-spiky-loss` takes a number.
 
 ## Defaults that differ
 

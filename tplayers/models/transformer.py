@@ -76,6 +76,8 @@ class Transformer(nn.Module):
         self.context = None if context is None or context.comm.size == 1 else context
         self.config = config
         self.part = part = part or ModelPart.whole(config.num_layers)
+        if part.layers != config.num_layers:
+            raise ValueError(f"num_layers={config.num_layers} differs from that of the part, {part.layers}")
         self.comm = comm
         self.causal = config.causal
         self.sequence_parallel = config.sequence_parallel

@@ -8,6 +8,7 @@ on every rank. Everything else that the trainer needs to know stands in the two 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
@@ -15,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from commengine import Communicator
+from commengine import ProcessGrid
 from commengine.dtypes import HALF_TYPES
 from commengine.rank_zero import on_every_rank
 from tplayers import Randomness, TransformerConfig
@@ -120,14 +121,16 @@ class Objective(Protocol[AnyMicrobatch]):
         """
 
 
-def require_same_settings(config: TrainConfig, model: nn.Module, size: int, world: Communicator) -> None:
-    """Raise UsageError, on all ranks, unless ``config`` says of ``model`` and of its batches what these are.
+def require_same_settings(config: TrainConfig, model: nn.Module, size: int, grid: ProcessGrid) -> None:
+    """Raise UsageError, on all ranks, unless ``config`` and ``grid`` say of a model and its batches what these are.
 
     Compared are the fields that the configuration of a transformer shares with ``config``, such as
-    ``sequence_parallel``; the dtype of half-precision parameters; the canonical shards; and ``size``, the samples of a
-    global batch. A setting of ``config`` that is None says nothing. Collective over ``world``.
+    ``sequence_parallel``; its groups and its part of the layers with ``grid``; the dtype of half-precision parameters;
+    the canonical shards; and ``size``, the samples of a global batch. A setting of ``config`` that is None says
+    nothing. Collective over the grid's world.
     """
-    on_every_rank(world, lambda: _raise_first(_contradictions(config, model, size)))
+    found = itertools.chain(_contradictions(config, model, size), _other_groups(model, grid))
+    on_every_rank(grid.world, lambda: _raise_first(found))
 
 
 def _raise_first(problems: Iterator[str]) -> None:
@@ -156,6 +159,23 @@ def _contradictions(config: TrainConfig, model: nn.Module, size: int) -> Iterato
         yield f"canonical shards: {shown[0]} in the settings of the run, and {shown[1]} in the model"
     if config.global_batch_size not in (None, size):
         yield f"global_batch_size: {config.global_batch_size} in the settings of the run, and {size} in its batches"
+
+
+def _other_groups(model: nn.Module, grid: ProcessGrid) -> Iterator[str]:
+    if not isinstance(getattr(model, "config", None), TransformerConfig):
+        return
+    context, part, stages = getattr(model, "context", None), getattr(model, "part", None), grid.pipeline
+    groups = {
+        "tensor": (getattr(model, "comm", None), grid.tensor),
+        "context": (None if context is None else context.comm, grid.context),
+        "expert": (getattr(model, "expert_group", None), grid.expert),
+    }
+    for axis, (own, there) in groups.items():
+        if own is not None and (own.size, own.rank) != (there.size, there.rank):
+            said = f"rank {own.rank} of {own.size} in the model, and rank {there.rank} of {there.size} in the grid"
+            yield f"the {axis} group: {said}"
+    if part is not None and (part.first, part.last) != (stages.rank == 0, stages.rank == stages.size - 1):
+        yield f"part: of layers {part.numbers} of {part.layers}, on stage {stages.rank} of {stages.size} of the grid"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -84,7 +84,7 @@ class Trainer:
             if getattr(model, group, None) is None:
                 others = (one for one in (*AXES, "expert") if one != axis)
                 grid.require_axes(f"Trainer of a model without {said} group", *others)
-        require_same_settings(config, model, batches.size, grid.world)
+        require_same_settings(config, model, batches.size, grid)
         self.config, self.grid, self.objective, self.batches = config, grid, objective, batches
         self.model = model.to(grid.world.device)
         self.replicas = replicas_of(model, grid)

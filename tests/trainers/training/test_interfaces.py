@@ -8,7 +8,7 @@ import torch
 from commengine import ProcessGrid, UsageError
 from tests.support.small_models import VOCAB, S
 from tests.support.training import small_runs
-from tplayers import GPT, GPTConfig, initialize, use_canonical_shards
+from tplayers import GPT, GPTConfig, ModelPart, initialize, use_canonical_shards
 from trainers.config import TrainConfig
 from trainers.tasks.gpt import GPTTrainConfig, NextToken
 from trainers.training.trainer import Trainer
@@ -48,6 +48,22 @@ def test_a_contradiction_is_one_error_of_all_ranks(mpi_world, run, shape, more, 
         with pytest.raises(UsageError, match=problem):
             made(grid, replace(CONFIG, **run), replace(SHAPE, **shape), **more)
         grid.close()
+
+
+def test_the_models_groups_are_those_of_the_grid(world, alone):
+    shape, batches = replace(SHAPE, num_layers=2), small_runs.Batches("gpt", alone, micro=1, size=8)
+    first = ModelPart(2, (range(1),))
+    for group, part, axes, problem in (
+        (alone, None, {"tensor": 2}, "the tensor group: rank 0 of 1 in the model, and rank "),
+        (alone, None, {"pipeline": 2}, r"part: of layers \[0, 1\] of 2, on stage [01] of 2 of the grid"),
+        (alone, first, {"pipeline": 2}, r"part: of layers \[0\] of 2, on stage 1 of 2 of the grid"),
+    ):
+        grid = ProcessGrid(world, **axes)
+        with pytest.raises(UsageError, match=problem):
+            Trainer(CONFIG, grid, GPT(shape, group, part=part), NextToken(), batches)
+        grid.close()
+    with pytest.raises(ValueError, match="num_layers=2 differs from that of the part, 3"):
+        GPT(shape, alone, part=ModelPart.whole(3))
 
 
 def test_one_ranks_contradiction_is_told_to_all(world):
