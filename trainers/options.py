@@ -183,12 +183,22 @@ class Parser(OneLineParser):
         first = OneLineParser(add_help=False, allow_abbrev=False)
         first.add_argument("--config")
         path = first.parse_known_args(words)[0].config
-        words = words if path is None else [*words, *self._words_of(path, words)]
-        if self._is_foreign(words):
-            from trainers.megatron_flags.reading import split
-
-            words, self.found = split(self.megatron or "", words, self._option_string_actions)
+        self.found = []
+        words = self._without_foreign(words, [])
+        if path is not None:
+            given = [*words, *(one.flag.name for one in self.found)]
+            words += self._without_foreign(self._words_of(path, given), words)
         return super().parse_known_args(words, namespace)
+
+    def _without_foreign(self, words: list[str], over: Sequence[str]) -> list[str]:
+        """``words`` without flags of Megatron-LM, which are added to `found`. over: other words, which win."""
+        if not self._is_foreign(words):
+            return words
+        from trainers.megatron_flags.reading import split
+
+        words, found = split(self.megatron or "", words, self._option_string_actions, over)
+        self.found += found
+        return words
 
     def _is_foreign(self, words: Sequence[str]) -> bool:
         """Whether a word may be a flag of Megatron-LM. The table of these is read only if one is."""

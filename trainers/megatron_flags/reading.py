@@ -26,11 +26,14 @@ class Found:
         return " ".join((self.flag.name, *self.words))
 
 
-def split(command: str, words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[Found]]:
+def split(
+    command: str, words: Sequence[str], own: Collection[str], over: Sequence[str] = ()
+) -> tuple[list[str], list[Found]]:
     """The words of a command line for the parser of ``command``, and the flags of the table among the others.
 
-    A flag that only has another name there has it changed. own: the parser's flags, which are never looked up. Raises
-    UsageError where a flag lacks its value, or contradicts one with its other name.
+    A flag that only has another name there has it changed, and is left out if ``over``, other words that win, has it.
+    own: the parser's flags, which are never looked up. Raises UsageError where a flag lacks its value, or contradicts
+    one with its other name.
     """
     known = answers(command)
     kept, found, at = list[str](), dict[str, Found](), 0
@@ -51,8 +54,12 @@ def split(command: str, words: Sequence[str], own: Collection[str]) -> tuple[lis
         if flag.words == 1 and not (taken and taken[0]):
             raise UsageError(f"{name}: expected a value")
         found[name] = Found(flag, answer, tuple(taken))
+    winning = {word.partition("=")[0] for word in over}
     for one in [one for one in found.values() if one.answer.kind == "same"]:
-        kept += _renamed(one, kept)
+        if one.answer.text.split(" ")[0] in winning:
+            del found[one.flag.name]
+        else:
+            kept += _renamed(one, kept)
     return kept, list(found.values())
 
 

@@ -212,6 +212,10 @@ def test_a_file_of_options_may_have_them_too(tmp_path: Path) -> None:
     config, told = taken("gpt", [*MOCK, "--config", str(file)], 2)
     assert config.tensor_model_parallel_size == 2
     assert "--use-flash-attn" in " ".join(told) and "--no-rope-fusion" not in " ".join(told)
+    for words in (["--tensor-model-parallel-size", "1"], ["--model-parallel-size", "1"]):  # flags win
+        assert taken("gpt", [*MOCK, "--config", str(file), *words])[0].tensor_model_parallel_size == 1
+    file.write_text("tensor-model-parallel-size: 2\n")
+    assert taken("gpt", [*MOCK, "--config", str(file), "--model-parallel-size", "1"])[0].tensor_model_parallel_size == 1
     file.write_text("optimizer: sgd\n")
     assert "--optimizer sgd" in refusal("gpt", "--config", str(file))
     taken("gpt", [*MOCK, "--config", str(file), "--optimizer", "adam"])  # flags win
