@@ -13,6 +13,7 @@ from .run import signals
 if __name__ == "__main__":  # before the other imports, which take seconds
     signals.end_on_signals(sys.argv[1:])
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from commengine import Communicator, launch
@@ -24,7 +25,7 @@ from .finetuning.source import seeds_text, summarize
 from .finetuning.task import FinetuneTask, read_files
 from .options import make_writable
 from .run.loop import train
-from .run.startup import job_config, watched
+from .run.startup import job_config, tell, watched
 from .run.stopping import TEMPORARY, StopRequests
 
 #: the settings of a run; each field is a flag
@@ -34,20 +35,28 @@ CONFIG = FinetuneConfig
 def main(world: Communicator) -> int:
     """One rank of the command, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
     with StopRequests(world) as stopping:
-        config = job_config(world, CONFIG, "finetune")
+        said = list[str]()
+        config = job_config(world, CONFIG, "finetune", said.append)
         stopping.configure(config)
         with watched(config, world) as comm:
             if not config.trains:
+                for line in said:
+                    tell(line)
                 predict(config, comm)
                 return 0
-            status, folder = _train(config, comm, stopping)
+            status, folder = _train(config, comm, stopping, said)
             if status == 0 and config.predict is not None:
                 predict(config, comm, folder)
             return status
 
 
-def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) -> tuple[int, str | None]:
-    """Train with one seed or several. Returns the exit status, and the folder of the run, or of the median one."""
+def _train(
+    config: FinetuneConfig, world: Communicator, stopping: StopRequests, said: Sequence[str]
+) -> tuple[int, str | None]:
+    """Train with one seed or several. Returns the exit status, and the folder of the run, or of the median one.
+
+    said: at the start of the first run.
+    """
     files = read_files(config, world)
     if world.rank == 0:
         unkept = "without --save DIR no checkpoint is kept: the run prints its measures, and its model is lost"
@@ -55,13 +64,22 @@ def _train(config: FinetuneConfig, world: Communicator, stopping: StopRequests) 
             print(line, file=sys.stderr, flush=True)
     config = config.scheduled(len(files.train.samples), world.size // config.replica_size)
     if config.seeds == 1:
-        return train(config, world, lambda one, comm: FinetuneTask(one, comm, files), stopping), config.save
+        return train(
+            config, world, lambda one, comm: FinetuneTask(one, comm, files), stopping, remarks=said
+        ), config.save
     folder = Path(config.save or "")
     on_rank_zero(world, lambda: make_writable("--save", folder))
     runs = [config.of_seed(number) for number in range(config.seeds)]
     go_on = f"--load {folder} --pretrained-checkpoint {config.pretrained_checkpoint}"
     for number, one in enumerate(runs, start=1):
-        status = train(one, world, lambda one, comm: FinetuneTask(one, comm, files), stopping, go_on=go_on)
+        status = train(
+            one,
+            world,
+            lambda one, comm: FinetuneTask(one, comm, files),
+            stopping,
+            go_on=go_on,
+            remarks=said if number == 1 else (),
+        )
         if status:
             return status, None
         if stopping.forgot and number < len(runs):

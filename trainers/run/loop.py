@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,14 +35,14 @@ class _EvaluationLeft(Exception):
 
 def train(
     config: Config, world: Communicator, new_task: Callable[[Config, Communicator], TrainingTask],
-    stopping: StopRequests, *, go_on: str | None = None,
+    stopping: StopRequests, *, go_on: str | None = None, remarks: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Train until ``--train-iters`` (or ``--exit-interval``), save, evaluate, report. Collective over ``world``.
 
     config: valid and complete (`trainers.run.startup.read_config`). new_task: called with these arguments, on every
     rank, to make the task. stopping: may stop the run after any step and between the batches of an evaluation; it then
     has a checkpoint, if there is ``--save``. go_on: the options that go on with a run that stopped, for people; None
-    for ``--load`` with the folder of ``--save``.
+    for ``--load`` with the folder of ``--save``. remarks: what rank 0 says at the start.
 
     Returns the exit status: 0, or `TEMPORARY` if the run stopped before its last step or before its report.
 
@@ -85,6 +85,8 @@ def train(
             world,
             lambda: Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=world.rank == 0),
         )
+        for line in remarks:
+            metrics.say(line)
         if config.load is not None:
             for line in resumed or [run_folder.new_run(config.load)]:
                 metrics.say(line)

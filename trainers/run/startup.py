@@ -37,37 +37,48 @@ def run_command(
     end a run (`StopRequests`), so that its status is the returned one.
     """
     with StopRequests(world) as stopping:
-        config = job_config(world, kind, command)
+        said = list[str]()
+        config = job_config(world, kind, command, said.append)
         if config.order is not None:
             fix_products()
         verify_files(config, world)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
             if instead(config, comm):
+                for line in said:
+                    tell(line)
                 return 0
-            return train(config, comm, new_task, stopping)
+            return train(config, comm, new_task, stopping, remarks=said)
 
 
-def job_config(world: Communicator, kind: type[Job], command: str) -> Job:
+def tell(line: str) -> None:
+    """Print a line for people, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def job_config(world: Communicator, kind: type[Job], command: str, tell: Callable[[str], None] = tell) -> Job:
     """The valid and complete settings of ``command``, of type ``kind``, from this process's flags.
 
-    Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on every rank.
+    tell: as for `read_config`. Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on
+    every rank.
     """
-    return kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size).to_json()))
+    return kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size, tell).to_json()))
 
 
-def read_config(kind: type[Job], argv: Sequence[str] | None, command: str, ranks: int) -> Job:
+def read_config(
+    kind: type[Job], argv: Sequence[str] | None, command: str, ranks: int, tell: Callable[[str], None] = tell
+) -> Job:
     """The valid and complete settings, of type ``kind``, of a job of ``ranks`` ranks. It reads files, on rank 0 only.
 
-    argv: the arguments of ``command``; None for those of this process. What is said of Megatron-LM's flags and defaults
-    (`options.parse`) is printed. Raises UsageError or ValueError, naming the option.
+    argv: the arguments of ``command``; None for those of this process. tell: called, where all is valid, with what
+    `options.parse` says of Megatron-LM's flags and defaults. Raises UsageError or ValueError, naming the option.
     """
     said = list[str]()
     config = options.parse(kind, argv, command, said.append)
     config.validate(ranks)
     config = config.completed(ranks)
     for line in said:
-        print(line, file=sys.stderr, flush=True)
+        tell(line)
     return config
 
 
