@@ -27,7 +27,8 @@ from .errors import CollectiveError, call_error
 from .host.polling import PollingCalls
 from .host.switch_points import SwitchPoints
 from .host.wire import MpiWire, Order
-from .mpi import OwnsCommunicators, forked, load_mpi, making_communicators, ranks_in
+from .job_end import is_child_of_rank
+from .mpi import OwnsCommunicators, load_mpi, making_communicators, ranks_in
 from .operations import OperationCalls
 from .operations.checks import INT_MAX, is_c_int
 from .shared_memory.windows import SharedTensors
@@ -514,7 +515,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         if not self._calls.closed:
             for stream in self._streams:
                 stream.end_with_program()
-            self._calls.stop(reason)
+            self._calls.stop(reason, between=True)
             self._abandon()
 
     def end_in_child(self) -> None:
@@ -532,7 +533,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         compiled_ops.unregister(self.handle)
         self._calls.close()
         self._dropped.detach()
-        if forked():  # the threads, the memory and the device are the parent's
+        if is_child_of_rank():  # the threads, the memory and the device are the parent's
             return
         for stream in self._streams:
             stream.abandon()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -20,23 +18,6 @@ def load_mpi() -> Any:
     from mpi4py import MPI
 
     return MPI
-
-
-_is_forked = False
-
-
-def _after_fork() -> None:
-    global _is_forked
-    initialized = getattr(sys.modules.get("mpi4py.MPI"), "Is_initialized", None)
-    _is_forked = _is_forked or (initialized is not None and initialized())
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def forked() -> bool:
-    """Whether this process is a forked child of one in which MPI had begun: MPI's rank is its parent."""
-    return _is_forked
 
 
 def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:

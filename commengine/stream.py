@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeAlias
 
 from .errors import CollectiveError
 from .host.polling import LAND_SECONDS
-from .job_end import abort, say
-from .mpi import forked, load_mpi
+from .job_end import abort, is_child_of_rank, say
+from .mpi import load_mpi
 
 #: a `commengine.trace.CollectiveEvent`
 Record: TypeAlias = Any
@@ -45,7 +45,7 @@ class Gate:
     def synchronize(self) -> None:
         """Block the calling thread until the gate is open."""
         if not self._open:
-            if forked():
+            if is_child_of_rank():
                 raise CollectiveError("this process is a forked child: the worker of the stream is in its parent")
             with self._lock:  # a signal that ends the wait leaves the lock to the other threads
                 pass
@@ -242,13 +242,14 @@ class Stream:
         if self._release is not None:
             self._release()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, between: bool = False) -> None:
         """Let nothing more begin, and tell the ranks that share memory with this one.
 
-        A call that MPI carries now goes on: MPI reads and writes its tensors until the other ranks come.
+        A call that MPI carries now goes on: MPI reads and writes its tensors until the other ranks come. between: see
+        `Flags.stop`.
         """
         self._failure = self._failure or CollectiveError(reason)
-        self._routes.stop(reason)
+        self._routes.stop(reason, between=between)
 
     def abandon(self) -> None:
         """End the worker after `stop`, and leave the MPI communicator to the end of MPI. Not collective."""
@@ -357,7 +358,7 @@ def ends_with_program(stream: Stream) -> None:
 
 
 def _program_ends() -> None:
-    if forked() or load_mpi().Is_finalized():
+    if is_child_of_rank() or load_mpi().Is_finalized():
         return
     for stream in sorted(_streams, key=lambda one: one.name):
         stream.end_with_program()

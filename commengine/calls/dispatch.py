@@ -110,15 +110,18 @@ class Dispatcher:
             self.stop(told)
         return None if self.stopped is None else f"the communicator takes no more calls: {self.stopped}"
 
-    def stop(self, reason: str) -> None:
-        """Refuse all further calls but `close`, and tell the ranks that share memory with this one."""
+    def stop(self, reason: str, *, between: bool = False) -> None:
+        """Refuse all further calls but `close`, and tell the ranks that share memory with this one.
+
+        between: see `Flags.stop`.
+        """
         if self.stopped is not None:
             return
         self.stopped = reason
         self._choose_path()
-        self._comm._host.stop(reason)
+        self._comm._host.stop(reason, between=between)
         for stream in self._comm._streams:
-            stream.stop(reason)
+            stream.stop(reason, between=between)
 
     def failed(self, operation: str, error: BaseException) -> NoReturn:
         """End a call that began and raised ``error``: stop, unless the ranks are in step. Raises what the user gets."""

@@ -11,7 +11,8 @@ import time
 import weakref
 from typing import Any
 
-from commengine.mpi import forked, load_mpi
+from commengine.job_end import is_child_of_rank
+from commengine.mpi import load_mpi
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _keyval: int | None = None
@@ -28,7 +29,7 @@ def follow(comm: Any) -> None:
 
 
 def _mpi_ends(*_: object) -> None:
-    if forked():
+    if is_child_of_rank():
         return
     for comm in list(_open):
         comm.end_with_mpi(f"rank {comm.rank} finalised MPI at {time.strftime('%H:%M:%S')}")

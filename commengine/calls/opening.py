@@ -11,7 +11,8 @@ from commengine.errors import CollectiveError, TransferError
 from commengine.host.polling import PollingCalls
 from commengine.host.switch_points import SwitchPoints, agreed, checked_digest
 from commengine.host.wire import ORDERS
-from commengine.mpi import forked, load_mpi, making_communicators
+from commengine.job_end import is_child_of_rank
+from commengine.mpi import load_mpi, making_communicators
 from commengine.timeout.arrival import Arrival
 from commengine.timeout.watcher import Watch, check_timeout
 
@@ -37,7 +38,7 @@ def open_group(
     a forked child.
     """
     mpi = load_mpi()
-    if forked():
+    if is_child_of_rank():
         raise CollectiveError("a forked child cannot make a Communicator: the rank of MPI is its parent")
     if not mpi.Is_initialized() or mpi.Is_finalized():
         raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")

@@ -117,10 +117,10 @@ class Routes:
         self.known.clear()
         self._memory = None
 
-    def stop(self, reason: str) -> None:
-        """Tell the ranks of the node that this one takes part in no more calls."""
+    def stop(self, reason: str, *, between: bool = False) -> None:
+        """Tell the ranks of the node that this one takes part in no more calls. between: see `Flags.stop`."""
         if self._memory is not None:
-            self._memory.flags.stop(reason)
+            self._memory.flags.stop(reason, between=between)
 
     @property
     def stopped(self) -> str | None:

@@ -129,7 +129,7 @@ class DeviceStream(Stream):
     def drop(self) -> None:
         """Do nothing: NCCL's communicator ends itself when it is dropped."""
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, between: bool = False) -> None:
         """Do nothing: the communicator refuses the calls, and NCCL has those before."""
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ LOOKS_PER_PROGRESS = 256
 FIRST_LOOKS = 30
 
 #: the flags of a rank fill two cache lines of their own. In the first: the round, and twice three words for a call
-#: (place; size and operation; checksum of the rest), and one more than the number of a rank that has stopped. In the
+#: (place; size and operation; checksum of the rest), and the number of a rank that has stopped, from 1 (`Flags.stop`). In the
 #: second: the progress in each stage of a pipeline, and the last round in which this rank found that the numbers of
 #: rows do not fit
 LINES_BYTES = 128
@@ -99,8 +99,10 @@ class Flags:
 
     # Stopping ---------------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, between: bool = False) -> None:
         """Tell every rank of the node that this rank takes part in no more calls, and why. It waits for nobody.
+
+        between: no call of this rank was left in the middle, so that the others may finish those that it has finished.
 
         A rank that waits for another one then raises StoppedError. So a rank whose call was left in the middle, where
         the ranks are no longer in step, gives nobody a wrong result.
@@ -110,13 +112,13 @@ class Flags:
         with threading.Lock():  # a fence; the lock of the other ones may have been left in the middle, too
             pass
         for stops in self._stops:
-            stops[0] = self.rank + 1
+            stops[0] = -self.rank - 1 if between else self.rank + 1
 
     @property
     def stopped(self) -> str | None:
         """Why a rank of the node has stopped; None if none has."""
         who = self._stopped[0]
-        return bytes(self._reasons[who - 1]).rstrip(b"\0").decode(errors="replace") if who else None
+        return bytes(self._reasons[abs(who) - 1]).rstrip(b"\0").decode(errors="replace") if who else None
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Flags:
         self._acquire()
         self._mine[_ROUND] = self._round
         self._await(_ROUND, self._round)
-        if self._stopped[0]:
+        if self._stopped[0] > 0:
             raise StoppedError(self.stopped)
 
     # Stages -----------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine.errors import CollectiveError, CollectiveTimeout
 from commengine.host.polling import SLEEP_SECONDS
-from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, say
-from commengine.mpi import forked, load_mpi, ranks_in, sleep_until_all, world_ranks_of
+from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, is_child_of_rank, say
+from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .crash import CrashReport
 from .entries import Entry, WatchedGroup
@@ -69,7 +69,7 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _program_ends() -> None:
-    for watch in [] if forked() else list(_watches):
+    for watch in [] if is_child_of_rank() else list(_watches):
         watch._stop()
 
 
