@@ -51,6 +51,7 @@ ROOMS = {
         {"files", "megatron_flags"},  # reading what users name, checksums; answers to flags that we do not have
         {"options", "presets"},
         {"config"},
+        {"tokenizing"},  # a tokenizer with all that stands beside it
         {"data"},
         {"cleaning", "generation"},  # from texts to a corpus: filters, duplicates, held-out text; texts from a model
         {"pipeline"},  # in which order the stages of a model compute, and the messages between them

@@ -61,6 +61,8 @@ class Supervisor:
         with process.Signals(translated) as signals:
             while True:
                 placed = self._place()
+                if (came := signals.received) is not None:  # while the hosts were asked
+                    return _between(came)
                 decision = self._policy.after_no_room() if placed is None else self._start(*placed, signals)
                 say(decision.text)
                 if decision.status is not None:
@@ -70,8 +72,7 @@ class Supervisor:
                     self._sizes = self._sizes[1:]
                 signals.sleep(decision.wait)
                 if signals.received is not None:
-                    say(f"{signals.received.name} came between two starts; started again, the run goes on")
-                    return _stopped(signals.received)
+                    return _between(signals.received)
 
     def _start(self, size: Size | None, chosen: dict[str, int], signals: process.Signals) -> Decision:
         """Run the command once, and decide what comes next."""
@@ -99,6 +100,12 @@ class Supervisor:
         slots = {host: every[host] for host in there}
         size = next((size for size in self._sizes if size.ranks <= sum(slots.values())), None)
         return None if size is None else (size, taken(slots, size.ranks))
+
+
+def _between(received: signal.Signals) -> int:
+    """The status after a signal that came while nothing was running."""
+    say(f"{received.name} came between two starts; started again, the run goes on")
+    return _stopped(received)
 
 
 def _stopped(received: signal.Signals) -> int:

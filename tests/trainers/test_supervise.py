@@ -86,3 +86,15 @@ def test_with_hosts_only_their_answers_make_it_smaller(tmp_path, capfd, hosts):
         command[command.index("python")] = "env HOSTS={hosts} python"
     assert supervise.main([*options, *command]) == 1
     assert capfd.readouterr().out.splitlines() == ["started 2"] * 2 + ([] if hosts else ["started 1"] * 2)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_hosts_are_asked_blames_no_host(tmp_path, capfd):
+    program = launcher(tmp_path, "echo started")
+    options = ["--hosts", "a:1,b:1", "--probe", "sh -c 'kill -TERM $PPID; sleep 0.2; test {host} = none'"]
+    command = [*words(program, tmp_path), "--global-batch-size", "4"]
+    command[1] = "2,1"
+    command[command.index("python")] = "env HOSTS={hosts} python"
+    assert supervise.main([*options, "--repeats", "1", *command]) == 75
+    out, err = capfd.readouterr()
+    assert out == "" and "SIGTERM came between two starts; started again, the run goes on" in err

@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trainers.files.reading import SETTINGS_BYTES, read_text
+from trainers.tokenizing.probe import require_usable
 
 from . import wordpiece
-from .tokenizer_probe import require_usable
 from .wordpiece import WordPieces
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -124,6 +124,8 @@ def job_end_time(environ: Mapping[str, str]) -> tuple[float | None, str]:
         return None, ""
     asked = [squeue, "--noheader", "--jobs", job, "--format=%e"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):  # "N/A": there is no limit
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_SECONDS, check=True, env=dict(environ))
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=ASK_SECONDS, check=True, env=dict(environ), process_group=0
+        )
         return datetime.fromisoformat(done.stdout.strip()).timestamp(), "squeue"
     return None, ""

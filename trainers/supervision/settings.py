@@ -108,9 +108,10 @@ def living(hosts: Iterable[str], probe: str) -> list[str]:
     def lives(host: str) -> bool:
         words = [word.replace("{host}", host) for word in shlex.split(probe)]
         try:
-            done = subprocess.run(
-                words, capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS, check=False
-            )
+            done = subprocess.run(  # in a group of its own: a signal to ours says nothing about the host
+                words, capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS, check=False,
+                process_group=0,
+            )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired):
             return False
         return done.returncode == 0

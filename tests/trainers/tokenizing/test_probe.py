@@ -1,13 +1,16 @@
 """Files with which the library tokenizers panics, aborts or never ends are one error, and this process lives on."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from trainers.data import tokenizer_probe
 from trainers.data.tokenizer import Tokenizer
+from trainers.tokenizing import probe
 
 
 def written(path, model, **parts):
@@ -25,8 +28,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_file_that_would_end_the_process_is_refused_by_its_name(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(tokenizer_probe, "SECONDS", 1)
-    monkeypatch.setattr(tokenizer_probe, "BYTES", 1 << 30)
+    monkeypatch.setattr(probe, "SECONDS", 1)
+    monkeypatch.setattr(probe, "BYTES", 1 << 30)
     path = written(tmp_path / "tokenizer.json", models.BPE({"a": 0}, []), **BAD[name])
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json") as caught:
         Tokenizer.from_file(path)
@@ -51,4 +54,35 @@ def test_a_usable_file_passes(tmp_path):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel()
     path = tmp_path / "tokenizer.json"
     path.write_text(backend.to_str())
-    tokenizer_probe.require_usable(path)
+    probe.require_usable(path)
+
+
+#: sends a signal while the process that tries a file runs: to the group, or to that process alone, the first time
+SIGNALLED = """
+import os, pathlib, signal, sys, threading
+from trainers.tokenizing import probe
+probe._PROGRAM = "import time; time.sleep(0.8)"
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append("heard"))
+def send():
+    if sys.argv[1] == "group":
+        os.killpg(0, signal.SIGTERM)
+    else:
+        main = threading.main_thread().native_id
+        children = pathlib.Path(f"/proc/self/task/{main}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGTERM)
+threading.Timer(0.4, send).start()
+probe.require_usable(pathlib.Path(sys.argv[2]))
+print(*heard)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whom", "heard"), [("group", "heard"), ("process", "")])
+def test_a_signal_says_nothing_about_the_file(tmp_path, whom, heard):
+    """This process hears it, as it does elsewhere, and the file is not blamed."""
+    (tmp_path / "tokenizer.json").touch()
+    command = [sys.executable, "-c", SIGNALLED, whom, str(tmp_path / "tokenizer.json")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, start_new_session=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, heard, "")
