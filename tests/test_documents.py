@@ -413,7 +413,9 @@ def exists(path: str) -> bool:
 WRITTEN = {
     "config.json", "tokenizer_config.json", "model.safetensors.index.json",
     "report.json", "loss.png", "state.json", "trace.json", "here.json", "model.json", "results.json", "tokenizer.json",
-    "PREFIX-tokenizer.json", "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
+    "PREFIX-tokenizer.json", "PREFIX-tokenizer_config.json", "generation_config.json", "vocab.json",
+    "special_tokens_map.json", "added_tokens.json", "additional_chat_templates/",
+    "clean-report.json", "clean-report.png", "step.json", "step.png", "program.py", "job.sh",
     ".json", ".png",
     "bert.py", "pretrain_bert.py",
     "train-v1.1.json", "dev-v1.1.json", "middle/*.txt", "high/*.txt", "measures.json", "predictions.json",

@@ -143,6 +143,7 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
     _say(world, f"written to {folder}: {_parameters(trained)} of {load}; start from it with --load {folder}")
     if not trained.has_tokenizer:
         _say(world, "it has no tokenizer: commands that read or write text need --tokenizer-model FILE")
+        _say(world, trained.problem)
 
 
 def _export(config: ConvertConfig, grid: ProcessGrid) -> None:

@@ -8,6 +8,7 @@ memory is bounded by a batch of text and the largest document, not by the input.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from commengine import UsageError
 from commengine.errors import one_line, usage_errors
 
 from .data import stdlib_text, text_files
-from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, tokenizer_path
+from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, settings_path, tokenizer_path
 from .data.indexed_writer import IndexedDatasetWriter
 from .data.samples import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
@@ -62,9 +63,10 @@ class PreprocessConfig(TextInput):
     train_wordpiece: Annotated[int, between(len(SPECIAL) + 1, LARGEST_VOCABULARY)] | None = option(
         None, "train BERT's WordPiece of this many tokens on the input"
     )
-    tokenizer_type: str = option(
-        "BertWordPieceLowerCase", "whether WordPiece lower-cases the text", choices=tuple(_LOWERCASE)
-    )
+    tokenizer_type: str | None = option(
+        None, "whether WordPiece lower-cases the text (default: what do_lower_case beside a vocab.txt says, else "
+        "BertWordPieceLowerCase)", choices=tuple(_LOWERCASE),
+    )  # fmt: skip
     append_eod: bool | None = option(
         None, "end each document with <|endoftext|> (default: yes, but for --split-sentences)"
     )
@@ -88,7 +90,7 @@ class PreprocessConfig(TextInput):
         has_name = Path(f"{self.output_prefix}.bin").name != ".bin" and not self.output_prefix.endswith(("/", os.sep))
         require(has_name, f"{named} ends in a folder; valid: FOLDER/NAME")
         require_folder("--output-prefix", bin_path(self.output_prefix).parent)
-        written = [path(self.prefix) for path in (bin_path, idx_path, tokenizer_path, checksums_path)]
+        written = [path(self.prefix) for path in (bin_path, idx_path, tokenizer_path, settings_path, checksums_path)]
         self.require_files("--input", self.files, written, "--output-prefix")
         there = not self.overwrite and idx_path(self.prefix).exists()
         require(not there, f"--output-prefix: there is a data set {self.prefix} already; give another, or --overwrite")
@@ -136,7 +138,7 @@ def _tokenizer(args: PreprocessConfig, source: _Source) -> Tokenizer:
         pieces = source.progress(text_files.cut(source.pieces()), "train tokenizer")
         return (piece.text for piece in pieces)
 
-    lowercase = _LOWERCASE[args.tokenizer_type]
+    lowercase = None if args.tokenizer_type is None else _LOWERCASE[args.tokenizer_type]
     if args.train_bpe is not None:
         return Tokenizer.train_bpe(texts(), args.train_bpe)
     if args.train_wordpiece is None:
@@ -144,7 +146,7 @@ def _tokenizer(args: PreprocessConfig, source: _Source) -> Tokenizer:
         assert found is not None
         return found
     try:
-        return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase)
+        return Tokenizer.train_wordpiece(texts, args.train_wordpiece, lowercase=lowercase is not False)
     except TextFileError:  # about the input
         raise
     except ValueError as error:
@@ -213,6 +215,9 @@ def preprocess(args: PreprocessConfig) -> str:
         items, size = _encode(progress, tokenizer, eod, writer, items=args.split_sentences)
         require(writer.num_tokens, "--input: the tokenizer found no token in it")
         writer.add_file(tokenizer_path(prefix), tokenizer.to_bytes())
+        settings = tokenizer.settings()
+        said = None if settings is None else json.dumps(settings, indent=1).encode()
+        writer.add_file(settings_path(prefix), said)  # an older data set may have had some
     seconds = time.perf_counter() - start
     sentences = f"{items} sentences, " if args.split_sentences else ""
     return (

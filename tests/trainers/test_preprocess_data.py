@@ -117,6 +117,35 @@ def test_the_number_of_workers_changes_nothing(inputs: Path) -> None:
         assert (inputs / f"w1{suffix}").read_bytes() == (inputs / f"w3{suffix}").read_bytes()
 
 
+def test_what_the_files_beside_a_tokenizer_say_goes_with_the_data_set(here: Here, inputs: Path) -> None:
+    """Its end of a document, though <|endoftext|> is in the vocabulary, too; a newer data set has none of it."""
+    model = inputs / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_bytes(Tokenizer.train_bpe(TEXTS, 270).to_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "bos_token": "<s>"}))
+    assert (
+        here("--input", "0.txt", "--tokenizer-model", "model/tokenizer.json", "--output-prefix", "out").returncode == 0
+    )
+    assert read(inputs / "out") == [f"{TEXTS[0]}<|im_end|>"]
+    told = Tokenizer.from_file(inputs / "out-tokenizer.json")
+    assert (told.end_token, told.start_token) == ("<|im_end|>", "<s>")
+    assert here("--input", "0.txt", *BPE, "--output-prefix", "out", "--overwrite").returncode == 0
+    assert not (inputs / "out-tokenizer_config.json").exists()
+    assert read(inputs / "out") == [f"{TEXTS[0]}{END_OF_DOCUMENT}"]
+
+
+def test_lower_case_is_asked_of_the_files_and_may_not_contradict_them(here: Here, inputs: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "first", "First", "the", "The"]
+    (inputs / "vocab.txt").write_text("\n".join(words))
+    (inputs / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
+    common = ["--input", "0.txt", "--output-prefix", "out", "--no-append-eod", "--overwrite"]
+    for option in ("--tokenizer-model", "--vocab-file"):
+        assert here(*common, option, "vocab.txt").returncode == 0
+        assert IndexedDataset(inputs / "out").document(0)[0] == words.index("The")
+    done = here(*common, "--vocab-file", "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase")
+    assert done.returncode == 2 and "do_lower_case false: contradicts --tokenizer-type" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [

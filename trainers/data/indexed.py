@@ -57,6 +57,11 @@ def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}-tokenizer.json")
 
 
+def settings_path(prefix: str | os.PathLike[str]) -> Path:
+    """``PREFIX-tokenizer_config.json``, which says the names of its tokens, where files of a folder said them."""
+    return Path(f"{os.fspath(prefix)}-tokenizer_config.json")
+
+
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
     """``PREFIX.xxh3``, the checksums of a data set's files (`trainers.files.checksums`)."""
     return Path(f"{os.fspath(prefix)}.xxh3")

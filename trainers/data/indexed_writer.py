@@ -35,6 +35,7 @@ class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWrit
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
         self._list = checksums_path(prefix)
         self._beside: dict[Path, bytes] = {}
+        self._stale: list[Path] = []
         self._digest = checksums.Digester(self._bin.name)
         # An array takes 4 or 8 bytes per entry, less than a list, which counts for corpora of 10^8 documents.
         self._lengths = array("i")
@@ -62,9 +63,15 @@ class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWrit
         self._documents.append(len(self._lengths))
         self.num_tokens += ids.size
 
-    def add_file(self, path: str | os.PathLike[str], content: bytes) -> None:
-        """Write another file of the data set, such as its tokenizer, with the index. path: beside the others."""
-        self._beside[Path(path)] = content
+    def add_file(self, path: str | os.PathLike[str], content: bytes | None) -> None:
+        """Write another file of the data set, such as its tokenizer, with the index. path: beside the others.
+
+        content: None removes what an older data set has there.
+        """
+        if content is None:
+            self._stale.append(Path(path))
+        else:
+            self._beside[Path(path)] = content
 
     def _close(self) -> None:
         """Write the other files, and rename all to their final names."""
@@ -76,7 +83,8 @@ class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWrit
         for path, content in self._beside.items():
             pieces += _write(path, [content])
         _write(self._list, [checksums.text(pieces).encode()])
-        self._idx.unlink(missing_ok=True)  # an old index must never stand beside the new tokens
+        for path in (self._idx, *self._stale):  # the index first: it must never stand beside the new tokens
+            path.unlink(missing_ok=True)
         for path in self._files():
             _partial(path).replace(path)
 

@@ -97,7 +97,7 @@ class TextInput:
         if self.vocab_file is not None:
             both = "GPT-2's tokenizer needs both, --vocab-file and --merge-file"
             with usage_errors(f"--vocab-file (BERT's vocab.txt; {both}): "):
-                return Tokenizer.from_vocab(self.vocab_file, lowercase=lowercase is not False)
+                return Tokenizer.from_vocab(self.vocab_file, lowercase=lowercase)
         return None
 
     def require_one_tokenizer(self, *others: Any, needed: bool, also: str = "") -> None:

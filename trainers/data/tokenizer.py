@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from trainers.files.reading import SETTINGS_BYTES, read_text
+from trainers.tokenizing import chat, reading
 from trainers.tokenizing.probe import require_usable
+from trainers.tokenizing.reading import Told
 
 from . import wordpiece
 from .wordpiece import WordPieces
@@ -35,46 +35,54 @@ class Tokenizer:
     Text is encoded as it is: nothing is added around it, cut off or padded. A ``<|endoftext|>`` that is spelt out in a
     document is encoded as these characters, so that no document can end itself.
 
-    start_token: the token that begins a text; None for the first one that the backend puts before a text, or
-    `end_token`.
+    told: what the files beside a tokenizer say (`trainers.tokenizing.reading.Told`).
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, start_token: str | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, told: Told | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        self._backend, self._start_token = backend, start_token
+        self._backend, self._told = backend, Told({}) if told is None else told
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
         """Read a ``tokenizer.json``, BERT's vocab.txt if the name ends in ``.txt``, or GPT-2's ``vocab.json``.
 
-        The merges of a vocab.json are in ``merges.txt`` beside it, those of gpt2-vocab.json in gpt2-merges.txt.
-        lowercase: of a vocab.txt; see `from_vocab`. None for what ``tokenizer_config.json`` beside it says, and without
-        one True. A tokenizer.json says by itself what it does; `start_token` is the ``bos_token`` of that file beside
-        it, which transformers obeys, too.
+        The merges of a vocab.json are in ``merges.txt`` beside it, those of gpt2-vocab.json in gpt2-merges.txt. The files of settings beside a file count as for
+        ``AutoTokenizer`` of transformers (`trainers.tokenizing`). Beside a tokenizer.json of another name are those of
+        another tokenizer; beside ``PREFIX-tokenizer.json`` those with the same prefix count.
+        lowercase: of a vocab.txt; None for what the settings say, and without them True.
 
-        Raises FileNotFoundError, or ValueError if the file is not one.
+        Raises FileNotFoundError, or ValueError if the file is not one, or if the settings ask for what is not here.
         """
-        if os.fspath(path).endswith(".txt"):
-            told = _settings_beside(path).get("do_lower_case", True) is not False if lowercase is None else lowercase
-            return cls.from_vocab(path, lowercase=told)
-        if (merges := merges_of(path)) is not None:
-            return cls.from_gpt2(path, merges)
-        require_usable(_existing(path))
-        with _told(f"{path}: not a tokenizer.json"):
-            backend = tokenizers.Tokenizer.from_file(os.fspath(path))
-        # Beside a tokenizer.json of another name, the file is another tokenizer's.
-        settings = _settings_beside(path) if Path(path).name == "tokenizer.json" else {}
-        return cls(backend, _token_of(settings, "bos_token", backend))
+        file = _existing(path)
+        if file.suffix == ".txt":
+            kind = "tokenizer.json, nor BERT's vocab.txt"
+            with _told(f"{file}: not a {kind}"):
+                with file.open(encoding="utf-8") as lines, _as_value_error(f"{file}: not a {kind}"):
+                    WordPieces.of(wordpiece.read(list(lines)))
+                return cls(*reading.read(file, lowercase=lowercase))
+        if file.name == reading.VOCABULARY:
+            merges = _existing(file.with_name(reading.MERGES))
+            with _told(f"{file}, {merges}: not a BPE vocabulary and its merges"):
+                return cls(*reading.read(file))
+        if (merges_beside := merges_of(file)) is not None:
+            return cls.from_gpt2(file, merges_beside)
+        require_usable(file)
+        with _told(f"{file}: not a tokenizer.json"):
+            return cls(*reading.read(file))
 
     @classmethod
     def from_gpt2(cls, encoder_json: str | os.PathLike[str], vocab_bpe: str | os.PathLike[str]) -> Self:
         """GPT-2's byte-level BPE from its vocabulary and its merges.
 
+        If they have the names of `from_file` and lie in one folder, the settings beside them count.
         Raises FileNotFoundError, or ValueError if the two are not such files.
         """
-        vocab, merges = os.fspath(_existing(encoder_json)), os.fspath(_existing(vocab_bpe))
+        first, second = _existing(encoder_json), _existing(vocab_bpe)
+        if first.name == reading.VOCABULARY and second.resolve() == first.with_name(reading.MERGES).resolve():
+            return cls.from_file(first)
+        vocab, merges = os.fspath(first), os.fspath(second)
         with _told(f"{vocab}, {merges}: not a BPE vocabulary and its merges"):
             backend = _byte_level(models.BPE.from_file(vocab, merges))
         if backend.token_to_id(END_OF_DOCUMENT) is not None:
@@ -82,18 +90,12 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
-    def from_vocab(cls, vocab_txt: str | os.PathLike[str], *, lowercase: bool = True) -> Self:
+    def from_vocab(cls, vocab_txt: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
         """BERT's WordPiece tokenizer from a vocab.txt, a token a line; the number of a line, from 0, is the id.
 
-        lowercase: as for BERT's "uncased" vocabularies. Raises FileNotFoundError, or ValueError if it is not one.
+        lowercase, errors: see `from_file`.
         """
-        path = _existing(vocab_txt)
-        try:
-            with path.open(encoding="utf-8") as file:
-                vocabulary = wordpiece.read(list(file))
-            return cls(wordpiece.backend(vocabulary, lowercase=lowercase))
-        except ValueError as error:
-            raise ValueError(f"{path}: not a tokenizer.json, nor BERT's vocab.txt: {error}") from error
+        return cls.from_file(vocab_txt, lowercase=lowercase)
 
     @classmethod
     def train_wordpiece(cls, texts: Callable[[], Iterable[str]], vocab_size: int, *, lowercase: bool = True) -> Self:
@@ -139,24 +141,54 @@ class Tokenizer:
 
     @property
     def eod(self) -> int:
-        """The id of the first of `END_OF_TEXT` that the vocabulary has. Raises ValueError if it has none."""
-        token = None if self.end_token is None else self._backend.token_to_id(self.end_token)
-        if token is None:
+        """The id of `end_token`. Raises ValueError if there is none."""
+        end: int | None = None if self.end_token is None else self._backend.token_to_id(self.end_token)
+        if end is None:
+            if self._told.stated:
+                raise ValueError("the files beside the tokenizer name no eos_token that ends a text")
             raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT} token, nor {' or '.join(END_OF_TEXT[1:])}")
-        return int(token)
+        return end
 
     @property
     def end_token(self) -> str | None:
-        """The first of `END_OF_TEXT` that the vocabulary has; None if it has none."""
-        return next((end for end in END_OF_TEXT if self._backend.token_to_id(end) is not None), None)
+        """The ``eos_token`` of the files; None if they name none.
+
+        Where no file names tokens: that of the ``eos_token_id`` of config.json, or the first of `END_OF_TEXT` that the
+        vocabulary has.
+        """
+        told = self._told
+        if told.stated or "eos_token" in told.names:
+            return told.names.get("eos_token")
+        guessed = next((end for end in END_OF_TEXT if self._backend.token_to_id(end) is not None), None)
+        return guessed if told.end is None else told.end
 
     @property
     def start_token(self) -> str | None:
-        """The token that begins a text; without one, `end_token`."""
-        if self._start_token is not None:
-            return self._start_token
-        around = self._backend.encode("").tokens
-        return around[0] if around else self.end_token
+        """The ``bos_token`` of the files, or `end_token`: the token before a text without a context.
+
+        Where no file names tokens: the first one that the backend puts before a text, or `end_token`.
+        """
+        if not self._told.stated and (around := self._backend.encode("").tokens):
+            return str(around[0])
+        return self._told.names.get("bos_token", self.end_token)
+
+    @property
+    def begin_token(self) -> str | None:
+        """The ``bos_token`` of the files; None if they name none."""
+        return self._told.names.get("bos_token")
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """The template of a chat, in Jinja's language; several by name; or None."""
+        return self._told.template
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **values: Any) -> str:
+        """A chat as one text, for `encode_around` with ``around=False``, by the tokenizer's template.
+
+        messages: each with ``role`` and ``content``. answer: end with what begins the model's answer. values: more
+        names that the template asks for. Raises ValueError if there is no template, or if it refuses the messages.
+        """
+        return chat.render(self._told, messages, answer=answer, **values)
 
     def wordpieces(self) -> WordPieces:
         """The tokens by their use in BERT's samples. Raises ValueError if [MASK], or one like it, is missing."""
@@ -199,7 +231,7 @@ class Tokenizer:
 
         around: with the tokens that the tokenizer puts around a text, such as <s>.
         """
-        self._backend.encode_special_tokens = False
+        self._backend.encode_special_tokens = self._told.split
         try:
             with _told():
                 return list(self._backend.encode(text, add_special_tokens=around).ids)
@@ -229,7 +261,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """The text of ``ids``. special: with special tokens spelt out, and not left out."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+        text = str(self._backend.decode(list(ids), skip_special_tokens=not special))
+        return tidied(text) if self.tidies else text
+
+    @property
+    def tidies(self) -> bool:
+        """Whether `decode` drops blanks before signs: ``clean_up_tokenization_spaces``, which no BPE obeys."""
+        return self._told.tidy and not isinstance(self._backend.model, models.BPE)
 
     def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """What ``ids`` add to the text of ``before``.
@@ -250,8 +288,24 @@ class Tokenizer:
         return next((n for n, one in enumerate(reversed(ids)) if not _BYTE.fullmatch(self.tokens([one])[0])), len(ids))
 
     def to_bytes(self) -> bytes:
-        """The content of a ``tokenizer.json``."""
+        """The content of a ``tokenizer.json`` that does what this tokenizer does, with `settings` beside it."""
         return str(self._backend.to_str(pretty=True)).encode()
+
+    def settings(self) -> dict[str, Any] | None:
+        """The keys of the ``tokenizer_config.json`` beside `to_bytes`; None if no file named the tokens."""
+        return self._told.config() if self._told.stated else None
+
+
+#: what `tidied` replaces, in order
+UNTIDY = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+          (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
+
+
+def tidied(text: str) -> str:
+    """``text`` as transformers' ``clean_up_tokenization`` leaves it."""
+    for blank, none in UNTIDY:
+        text = text.replace(blank, none)
+    return text
 
 
 def merges_of(path: str | os.PathLike[str]) -> Path | None:
@@ -272,33 +326,19 @@ def _told(said: str = "the tokenizer cannot encode the text") -> Iterator[None]:
         raise ValueError(f"{said}: {error}") from error
 
 
+@contextlib.contextmanager
+def _as_value_error(said: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{said}: {error}") from error
+
+
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _settings_beside(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file says that transformers writes beside a tokenizer; nothing if it is not there."""
-    beside = Path(path).with_name("tokenizer_config.json")
-    if not beside.is_file():
-        return {}
-    try:  # not by read_json: transformers writes a model_max_length of more than 64 bits
-        settings = json.loads(read_text(beside, SETTINGS_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{beside}: damaged: {str(error)[:100]}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{beside}: damaged: want an object, got {type(settings).__name__}")
-    return settings
-
-
-def _token_of(settings: dict[str, Any], name: str, backend: tokenizers.Tokenizer) -> str | None:
-    """The token ``name`` of a tokenizer_config.json, as far as the vocabulary has it."""
-    token = settings.get(name)
-    if isinstance(token, dict):  # with its flags
-        token = token.get("content")
-    return token if isinstance(token, str) and backend.token_to_id(token) is not None else None
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

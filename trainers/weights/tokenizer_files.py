@@ -17,6 +17,9 @@ COPIED = (
     "chat_template.json",
 )  # fmt: skip
 
+#: files of tokenizers of other libraries
+_UNREAD = ("*.model", "*.model.v*", "tekken.json", "*.tiktoken")
+
 
 def tokenizer_file(folder: Path) -> str | None:
     """The file of ``folder`` that `Tokenizer.from_file` reads; None if there is none."""
@@ -24,6 +27,15 @@ def tokenizer_file(folder: Path) -> str | None:
         if (folder / name).is_file():
             return str(folder / name)
     return None
+
+
+def without_tokenizer(folder: Path) -> str:
+    """Why `tokenizer_file` finds none in ``folder``, for people."""
+    unread = sorted(path.name for pattern in _UNREAD for path in folder.glob(pattern))
+    if not unread:
+        return f"{folder} has no tokenizer: no {TOKENIZER}, vocab.txt or vocab.json"
+    convert = f'AutoTokenizer.from_pretrained("{folder}").save_pretrained(...) of transformers writes a {TOKENIZER}'
+    return f"{folder} has its tokenizer in {', '.join(unread)} alone, which is not read here; {convert}"
 
 
 def end_of_text(model: str | None) -> int | None:
@@ -38,12 +50,12 @@ def written_tokenizer(model: str) -> dict[str, bytes]:
     Raises ValueError and OSError as `Tokenizer.from_file` does.
     """
     found = Tokenizer.from_file(model)
-    whole = model.endswith(".json") and merges_of(model) is None
-    content = Path(model).read_bytes() if whole else found.to_bytes()
-    vocabulary = found.vocabulary()
-    about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if found.end_token is not None:
-        about |= {"bos_token": found.start_token, "eos_token": found.end_token}
-    if all(token in vocabulary for token in SPECIAL):
-        about |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
-    return {TOKENIZER: content, TOKENIZER_CONFIG: json.dumps(about, indent=2).encode()}
+    about = found.settings()
+    if about is None:
+        vocabulary = found.vocabulary()
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if found.end_token is not None:
+            about |= {"bos_token": found.start_token, "eos_token": found.end_token}
+        if all(token in vocabulary for token in SPECIAL):
+            about |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
+    return {TOKENIZER: found.to_bytes(), TOKENIZER_CONFIG: json.dumps(about, indent=2).encode()}

@@ -190,6 +190,7 @@ def outcomes(pretrain, theirs, tmp_path_factory):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     (gpt / "tokenizer.json").write_bytes(Tokenizer(backend).to_bytes())
+    (gpt / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     theirs("BERT").save_pretrained(bert)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + n) for n in range(26)),
              *(f"##{chr(97 + n)}" for n in range(26))]  # fmt: skip

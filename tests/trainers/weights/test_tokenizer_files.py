@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from trainers.data.tokenizer import Tokenizer
-from trainers.weights.tokenizer_files import tokenizer_file, written_tokenizer
+from trainers.weights.tokenizer_files import tokenizer_file, without_tokenizer, written_tokenizer
 
 WORDS = ["abra", "cad", "Sesame", "über", "naïve", "x" * 30, "<|endoftext|>", "[MASK]", "3.14", "!?", "日本語", "\t"]
 
@@ -81,4 +81,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     assert tokenizer_file(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     assert tokenizer_file(tmp_path) is None
+    assert "has its tokenizer in tokenizer.model alone, which is not read here" in without_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    assert "has no tokenizer: no tokenizer.json, vocab.txt or vocab.json" in without_tokenizer(tmp_path)
     shutil.rmtree(tmp_path)
