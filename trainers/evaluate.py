@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commengine import Communicator, ProcessGrid, UsageError, launch
-from commengine.errors import one_line, usage_errors
+from commengine.errors import one_line
 from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
 from .data import text_files
+from .options import require
 from .run.metrics import progress_bar
 from .run.startup import job_config
 from .scoring import lambada, results, texts
@@ -46,9 +47,11 @@ def _harness(config: EvaluateConfig, world: Communicator, trained: Trained, grid
     assert isinstance(trained.model, GPT)
     length, _ = config.window(trained.settings)
     tokenizer = trained.tokenizer
-    with usage_errors("--tokenizer-model (lm-evaluation-harness needs the end of a text): "):
-        _ = tokenizer.eod
-    service = ModelService(world, grid, trained.model, tokenizer, batch=config.micro_batch_size, seed=config.seed)
+    needed = "the tokenizer names neither a bos_token nor an eos_token; lm-evaluation-harness begins texts with one"
+    require(tokenizer.start_token is not None, f"--tokenizer-model: {needed}")
+    service = ModelService(
+        world, grid, trained.model, tokenizer, batch=config.micro_batch_size, seed=config.seed, ends=trained.end_tokens
+    )
     if world.rank:
         service.serve()
         return

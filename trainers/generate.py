@@ -37,6 +37,7 @@ from .options import (
 )
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
+from .tokenizing.ends import not_taken
 from .trained import LoadConfig, Trained, loaded
 
 COMMAND = "generate"
@@ -131,6 +132,10 @@ def main(world: Communicator) -> int:
         positions = trained.model.config.max_position_embeddings
         slide = given(config, "window_slide")
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
+        if trained.settings.hf_files is not None:
+            other = Path(trained.settings.hf_files)
+            if line := on_rank_zero(world, lambda: not_taken(other, config.repetition_penalty)):
+                _remark(world, line)
         if config.interactive:
             return _converse(config, grid, trained)
         tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
@@ -175,7 +180,7 @@ def _write(
         texts = generate_texts(
             model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
             sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine, stop=config.stops,
-            slide=config.window_slide, pipeline=grid.pipeline,
+            ends=trained.end_tokens, slide=config.window_slide, pipeline=grid.pipeline,
         )  # fmt: skip
         return [asdict(text) for text in texts]
 
@@ -198,6 +203,11 @@ def _write(
         on_rank_zero(world, lambda: disk.rewrite(path, content.encode()))
     if slid := sum(row["slid"] for row in rows):  # on rank 0
         print(_slid(slid, config, model), file=sys.stderr, flush=True)
+
+
+def _remark(world: Communicator, line: str) -> None:
+    if world.rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
@@ -226,7 +236,8 @@ def _converse(config: GenerateConfig, grid: ProcessGrid, trained: Trained) -> in
     def answer(tokens: list[int], turn: int) -> str:
         (text,) = generate_texts(
             model, tokenizer, [tokens], config.max_new_tokens, sampling=config.sampling, seed=config.seed,
-            numbers=[turn], stop=config.stops, slide=config.window_slide, show=show, pipeline=grid.pipeline,
+            numbers=[turn], stop=config.stops, ends=trained.end_tokens, slide=config.window_slide, show=show,
+            pipeline=grid.pipeline,
         )  # fmt: skip
         show(0, "\n")
 
@@ -239,7 +250,7 @@ def _converse(config: GenerateConfig, grid: ProcessGrid, trained: Trained) -> in
         on_rank_zero(world, told)
         return text.text
 
-    history = History(tokenizer.encode, model.config.max_position_embeddings, config.max_new_tokens)
+    history = History(tokenizer.encode_around, model.config.max_position_embeddings, config.max_new_tokens)
     return converse(world, Lines(world), history, answer)
 
 

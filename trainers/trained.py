@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
+from commengine.errors import usage_errors
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 from tplayers.placement import unfilled_parameters
@@ -37,8 +38,10 @@ from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.other_models import require_kind, settings_of_other
 from .tasks.transformer import TransformerTrainConfig
+from .tokenizing.ends import end_tokens
 from .training.precision import parameter_dtype
 from .weights.opening import fill_model, open_other
+from .weights.tokenizer_files import without_tokenizer
 
 if TYPE_CHECKING:
     from .checkpoints.state_file import SavedState
@@ -90,6 +93,7 @@ class Trained:
     ``pad_attention_heads``, so that the grid need not divide the heads. kind:
     "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved. sources: the
     (name, identity) of each data set that the run has read (`trainers.data.stream.SourceRecord`), as far as known.
+    end_tokens: those at which a text of the model ends.
     problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 
@@ -99,6 +103,7 @@ class Trained:
     checkpoint: Path
     iteration: int
     sources: Sequence[tuple[str, str]]
+    end_tokens: Sequence[int]
     _tokenizer: Tokenizer | None = field(repr=False)
     problem: str = field(repr=False)
 
@@ -227,7 +232,17 @@ def _trained(
         )
         print(said, file=sys.stderr, flush=True)
     sources = [] if read is None else [(one["name"], one["identity"]) for one in read["sources"] if one["identity"]]
-    return Trained(model, settings, settings.task, found, steps, sources, text, problem)
+    ends = on_every_rank(grid.world, lambda: _end_tokens(settings, text))
+    return Trained(model, settings, settings.task, found, steps, sources, ends, text, problem)
+
+
+def _end_tokens(settings: TransformerTrainConfig, text: Tokenizer | None) -> list[int]:
+    """Those at which transformers ends a text of the model that the run came from, or the tokenizer's end of a text."""
+    with usage_errors("--load: "):
+        found = None if settings.hf_files is None else end_tokens(Path(settings.hf_files))
+    if found is not None:
+        return found
+    return [] if text is None or text.end_token is None else [text.eod]
 
 
 def _tokenizer_of(
@@ -240,7 +255,10 @@ def _tokenizer_of(
     path = settings.tokenizer_model if asked is None else os.fspath(asked)
     other = "name one with --tokenizer-model FILE"
     if path is None:
-        raise UsageError(f"--load: the run has no tokenizer, because it was trained on token ids alone; {other}")
+        why = "the run has no tokenizer, because it was trained on token ids alone"
+        if settings.hf_files is not None:
+            why = without_tokenizer(Path(settings.hf_files))
+        raise UsageError(f"--load: {why}; {other}")
     try:
         found = Tokenizer.from_file(path)
     except (OSError, ValueError) as error:

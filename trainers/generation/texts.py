@@ -10,7 +10,7 @@ from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank
 from tplayers import GPT, Sampling, generate
 from trainers.data import text_files
-from trainers.data.tokenizer import Tokenizer
+from trainers.data.tokenizer import UNTIDY, Tokenizer
 
 #: the key of a prompt in a file of JSON lines
 KEY = "prompt"
@@ -39,10 +39,13 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int) -> list[list[int]]:
-    """The tokens of each prompt. Raises UsageError for one without a token, or with more than ``positions``."""
+    """The tokens of each prompt, with those that the tokenizer puts around a text, such as <s>.
+
+    Raises UsageError for one without a token, or with more than ``positions``.
+    """
     found = []
     for prompt in prompts:
-        tokens = tokenizer.encode(prompt.text)
+        tokens = tokenizer.encode_around(prompt.text)
         if not tokens:
             raise UsageError(f"{prompt.where}: holds no token; a prompt has at least one")
         if len(tokens) > positions:
@@ -59,9 +62,9 @@ class Text:
     """What a model wrote after a prompt.
 
     number: of the prompt. sample: of this prompt's texts, from 0. text: without the prompt, and without the string or
-    the token that ended it. tokens: all that the model chose, with those. ended_by: "end_of_text" (the token
-    <|endoftext|>), "stop" (a string that ends a text) or "length" (the most tokens). slid: the text got longer than the
-    model's positions, so that its first tokens were forgotten.
+    the token that ended it. tokens: all that the model chose, with those. ended_by: "end_of_text" (a token
+    that ends a text), "stop" (a string that ends a text) or "length" (the most tokens). slid: the text got longer than
+    the model's positions, so that its first tokens were forgotten.
     """
 
     number: int
@@ -96,9 +99,8 @@ class StopStrings:
     def settled(self, text: str) -> str:
         """The part of an unfinished ``text`` that no further token changes: no half of a string or of a character."""
         text = self.cut(text).rstrip(NO_CHARACTER)
-        held = max(
-            (n for string in self._strings for n in range(1, len(string)) if text.endswith(string[:n])), default=0
-        )
+        strings = [*self._strings, *(untidy for untidy, _ in UNTIDY)] if self._tokenizer.tidies else self._strings
+        held = max((n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
         return text[: len(text) - held]
 
 
@@ -113,22 +115,25 @@ def generate_texts(
     samples: int = 1,
     numbers: Sequence[int] | None = None,
     stop: Collection[str] = (),
+    ends: Collection[int] | None = None,
     slide: int = 1,
     show: Callable[[int, str], None] | None = None,
     pipeline: Communicator | None = None,
 ) -> list[Text]:
     """The texts that continue prompts of tokens, ``samples`` for each prompt, all in one batch.
 
-    A text also ends at `Tokenizer.end_token`, if the tokenizer has one. stop: strings that end a text, too. show:
-    called on every rank with the number of the row and the next piece of its text, as soon as no further token can
-    change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments, the
-    errors, and which ranks must call it: as for `tplayers.generate`.
+    ends: tokens at which a text ends; None for `Tokenizer.eod`, if there is one. stop: strings that end a text, too.
+    show: called on every rank with the number of the row and the next piece of its text, as soon as no further token
+    can change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments,
+    the errors, and which ranks must call it: as for `tplayers.generate`.
     """
-    strings, end = StopStrings(tokenizer, stop), [] if tokenizer.end_token is None else [tokenizer.eod]
+    strings = StopStrings(tokenizer, stop)
+    if ends is None:
+        ends = [] if tokenizer.end_token is None else [tokenizer.eod]
     shown = [0] * (len(prompts) * samples)
 
     def text_of(row: int, tokens: Sequence[int]) -> str:
-        kept = tokens[:-1] if tokens and tokens[-1] in end else tokens
+        kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
         return strings.cut(tokenizer.decode_after(prompts[row // samples], kept))
 
     def tell(row: int, text: str) -> None:
@@ -143,13 +148,13 @@ def generate_texts(
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
-        stop_tokens=end, after_token=after, slide=slide, warn=False, pipeline=pipeline,
+        stop_tokens=ends, after_token=after, slide=slide, warn=False, pipeline=pipeline,
     )  # fmt: skip
     texts = []
     for row, tokens in enumerate(found):
         prompt = row // samples
         ended_by = "length"
-        if tokens and tokens[-1] in end:
+        if tokens and tokens[-1] in ends:
             ended_by = "end_of_text"
         elif strings.ends(prompts[prompt], tokens):
             ended_by = "stop"

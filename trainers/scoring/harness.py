@@ -42,9 +42,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self.own_tokenizer = service.tokenizer
 
     @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return self.own_tokenizer.eod
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text; None if the tokenizer names none."""
+        return None if self.own_tokenizer.end_token is None else self.own_tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
@@ -55,7 +55,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The tokens of a text, and around it what the tokenizer puts there, as <s>, but for a text that has it."""
         del kwargs
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(str(self.own_tokenizer.start_token))
+            add_special_tokens = not string.startswith(self.own_tokenizer.decode([self.prefix_token_id]))
         return self.own_tokenizer.encode_around(string, around=add_special_tokens)
 
     def _loglikelihood_tokens(
@@ -114,11 +114,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             kwargs = normalize_gen_kwargs(given, self.max_gen_toks)
             count = int(kwargs["max_gen_toks"])
             room = max(self.max_length - count, self.max_length // 2, 1)
-            prompts.append(self.tok_encode(context)[-room:] or [self.prefix_token_id])
+            begin = self.own_tokenizer.begin_token  # here the harness does not take the end token in its place
+            tokens = self.tok_encode(context, add_special_tokens=begin is None or not context.startswith(begin))
+            prompts.append(tokens[-room:] or [self.prefix_token_id])
             sampling = {"temperature": float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0}
             if sampling["temperature"]:
                 sampling |= {"top_k": int(kwargs.get("top_k") or 0), "top_p": float(kwargs.get("top_p") or 1.0)}
-            end = self.own_tokenizer.end_token
+            end = None if self.eot_token_id is None else self.own_tokenizer.decode([self.eot_token_id])
             stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=end) if stop]
             asked.append({"count": count, "stop": stops, "sampling": sampling})
         texts = []

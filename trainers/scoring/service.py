@@ -5,7 +5,7 @@ Rank 0 asks, and the other ranks serve it: each request goes to all ranks, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,15 +25,17 @@ class ModelService:
 
     world: the ranks of the grid, in the same order, without a timeout, because the other ranks wait here for as long as
     rank 0 does something else. batch: passages or prompts that a replica takes through the model at once.
+    ends: see `generate_texts`.
 
     Rank 0 calls `score`, `generate`, and at last `stop`; meanwhile all other ranks are in `serve`.
     """
 
     def __init__(
-        self, world: Communicator, grid: ProcessGrid, model: GPT, tokenizer: Tokenizer, *, batch: int, seed: int = 0
-    ) -> None:
+        self, world: Communicator, grid: ProcessGrid, model: GPT, tokenizer: Tokenizer, *, batch: int, seed: int = 0,
+        ends: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self.world, self.grid, self.model, self.tokenizer = world, grid, model, tokenizer
-        self.batch, self.seed = batch, seed
+        self.batch, self.seed, self.ends = batch, seed, ends
         #: whether the ranks are in a request: an error then belongs to all of them, or ends the job
         self.busy = False
 
@@ -88,6 +90,7 @@ class ModelService:
             texts = generate_texts(
                 self.model, self.tokenizer, [prompts[number] for number in numbers], how["count"],
                 sampling=Sampling(**how["sampling"]), seed=self.seed, numbers=numbers, stop=how["stop"],
+                ends=self.ends,
             )  # fmt: skip
             return [(text.number, text.tokens) for text in texts]
 
