@@ -15,7 +15,9 @@ SECONDS, BYTES = 30, 4 << 30
 
 # An ordinary error is told by the process that reads the file afterwards; a panic of the library is no Exception.
 _PROGRAM = """
-import os, resource, sys
+import ctypes, os, resource, sys
+if sys.platform.startswith("linux"):
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it ends with the thread that waits for it
 seconds, size = map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
