@@ -89,9 +89,9 @@ def test_with_hosts_only_their_answers_make_it_smaller(tmp_path, capfd, hosts):
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_hosts_are_asked_blames_no_host(tmp_path, capfd):
+def test_a_signal_while_the_hosts_are_asked_starts_nothing(tmp_path, capfd):
     program = launcher(tmp_path, "echo started")
-    options = ["--hosts", "a:1,b:1", "--probe", "sh -c 'kill -TERM $PPID; sleep 0.2; test {host} = none'"]
+    options = ["--hosts", "a:1,b:1", "--probe", "sh -c 'kill -TERM $PPID; sleep 0.2; test {host} != none'"]
     command = [*words(program, tmp_path), "--global-batch-size", "4"]
     command[1] = "2,1"
     command[command.index("python")] = "env HOSTS={hosts} python"
