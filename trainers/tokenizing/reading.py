@@ -69,7 +69,14 @@ def read(path: Path, *, lowercase: bool | None = None) -> tuple[tokenizers.Token
 
     Raises ValueError that names the file, and the key where one is at fault; and what `tokenizers` raises.
     """
-    settings = beside(path)
+    try:
+        return _read(path, beside(path), lowercase)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:  # of a value that no version has written
+        raise SettingError(f"{path}: it or a file beside it is damaged: {str(error)[:100]!r}") from error
+
+
+def _read(path: Path, settings: Settings, lowercase: bool | None) -> tuple[tokenizers.Tokenizer, Told]:
+    """`read`, with what stands beside the file."""
     whole = path.suffix != ".txt" and path.name != VOCABULARY
     chosen = classes.choose(settings, lambda: whole and '"ByteLevel"' in read_text(path, MOST))
     if chosen is None:
@@ -98,6 +105,8 @@ def read(path: Path, *, lowercase: bool | None = None) -> tuple[tokenizers.Token
     template = settings.values.get("chat_template")
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}
+    if not all(isinstance(one, str) for one in (template.values() if isinstance(template, dict) else [template or ""])):
+        raise settings.fault("chat_template", f"{str(template)[:60]}: must be text, or a list of names with text")
     ends = end_tokens(path.parent) if named is False and path.name == "tokenizer.json" else None
     told = Told(
         {name: str(token) for name, token in names.items()}, tuple(map(str, extra)), named,
@@ -142,7 +151,7 @@ def _built(path: Path, chosen: str, settings: Settings, *, whole: bool) -> token
         vocabulary = model["vocab"]
         merges = [tuple(one.split(" ") if isinstance(one, str) else one) for one in model.get("merges", ())]
         if not settings.complete:
-            for one in content["added_tokens"]:
+            for one in content.get("added_tokens", ()):
                 token = AddedToken(**{name: value for name, value in one.items() if name != "id"})
                 settings.added[one["id"]] = settings.by_content[token.content] = token
     elif kind.model == "WordPiece" and path.suffix == ".txt":

@@ -88,13 +88,17 @@ class Settings:
 def beside(tokenizer: Path) -> Settings:
     """What the files beside ``tokenizer`` say; nothing beside a file of a name that transformers does not know.
 
-    The files beside ``PREFIX-tokenizer.json`` have the same prefix. Raises SettingError, which is a ValueError.
+    The files beside ``PREFIX-tokenizer.json`` have the same prefix. A .txt of another name, in a folder with no other
+    tokenizer, counts as vocab.txt. Raises SettingError, which is a ValueError.
     """
     name = _FILES.fullmatch(tokenizer.name)
-    found = Settings(tokenizer)
-    if name is None:
+    folder, found = tokenizer.parent, Settings(tokenizer)
+    # A vocabulary of BERT's has had many names; one that is the only one of its folder is that of the other files.
+    lone = tokenizer.suffix == ".txt" and not any((folder / one).is_file() for one in ("vocab.txt", "tokenizer.json"))
+    if name is None and not lone:
         return found
-    folder, prefix = tokenizer.parent, name["prefix"] or ""
+    prefix = "" if name is None or (lone and not (folder / f"{name['prefix']}{CONFIG}").is_file()) else name["prefix"]
+    prefix = prefix or ""
     paths = {file: folder / f"{prefix}{file}" for file in (CONFIG, SPECIAL, ADDED)}
     found.where = paths[CONFIG]
     if not prefix and (folder / MODEL).is_file():

@@ -28,6 +28,14 @@ def test_a_file_of_another_name_has_nothing_beside_it(tmp_path):
     assert not beside(tmp_path / "y-tokenizer.json").stated
 
 
+def test_a_vocabulary_of_berts_may_have_any_name(tmp_path):
+    write(tmp_path, tokenizer_config__json={"do_lower_case": False}, **{"bert-cased-vocab__txt": ""})
+    assert beside(tmp_path / "bert-cased-vocab.txt").values == {"do_lower_case": False}
+    assert beside(tmp_path / "words.txt").stated
+    write(tmp_path, vocab__txt="")  # then the others are another tokenizer's
+    assert not beside(tmp_path / "words.txt").stated and not beside(tmp_path / "bert-cased-vocab.txt").stated
+
+
 def test_a_file_of_a_template_wins(tmp_path):
     path = write(tmp_path, tokenizer_config__json={"chat_template": "one"})
     assert beside(path).values["chat_template"] == "one"
