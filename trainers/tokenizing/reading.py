@@ -71,7 +71,13 @@ def read(path: Path, *, lowercase: bool | None = None) -> tuple[tokenizers.Token
     """
     try:
         return _read(path, beside(path), lowercase)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:  # of a value that no version has written
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+        UnicodeError,
+    ) as error:  # of values that nobody has written
         raise SettingError(f"{path}: it or a file beside it is damaged: {str(error)[:100]!r}") from error
 
 
@@ -105,7 +111,8 @@ def _read(path: Path, settings: Settings, lowercase: bool | None) -> tuple[token
     template = settings.values.get("chat_template")
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}
-    if not all(isinstance(one, str) for one in (template.values() if isinstance(template, dict) else [template or ""])):
+    texts = template.values() if isinstance(template, dict) else [] if template is None else [template]
+    if not all(isinstance(one, str) for one in texts):
         raise settings.fault("chat_template", f"{str(template)[:60]}: must be text, or a list of names with text")
     ends = end_tokens(path.parent) if named is False and path.name == "tokenizer.json" else None
     told = Told(

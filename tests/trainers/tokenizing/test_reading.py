@@ -102,8 +102,9 @@ def test_what_the_files_say_goes_with_a_tokenizer(write, tmp_path):
 
 @pytest.mark.parametrize(
     "said",
-    [{"chat_template": 3}, {"chat_template": [{"name": "a"}]}, {"eos_token": 5}, {"extra_special_tokens": 5},
-     {"bos_token": {"content": "<s>"}}, {"extra_special_tokens": {"a": 1}}, {"padding_side": {}, "eos_token": ["a"]}],
+    [{"chat_template": 3}, {"chat_template": False}, {"chat_template": [{"name": "a"}]}, {"eos_token": "\ud800"},
+     {"eos_token": 5}, {"extra_special_tokens": 5}, {"bos_token": {"content": "<s>"}},
+     {"extra_special_tokens": {"a": 1}}, {"padding_side": {}, "eos_token": ["a"]}],
 )  # fmt: skip
 def test_a_value_of_another_type_is_one_error_that_names_the_file(write, said):
     folder = write(tokenizer__json=words(CHAT), tokenizer_config__json=said, added_tokens__json={"<y>": 11})
