@@ -14,7 +14,7 @@ def choose(tmp_path, model=None, declared=None, of_model=None, byte_level=False)
 
 @pytest.mark.slow
 def test_the_table_is_that_of_transformers():
-    """Of version 5: the classes of models, which of them win over a class that a file names, and Fast or not."""
+    """Of version 5: the classes of models, and which of them win over a class that a file names."""
     pytest.importorskip("transformers", minversion="5")
     from transformers.models.auto import tokenization_auto as auto
 
@@ -24,10 +24,6 @@ def test_the_table_is_that_of_transformers():
     ours = {name: classes.PLAIN if one == classes._MISTRAL else one for name, one in classes._OF_MODEL.items() if name}
     assert theirs == ours
     assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & set(theirs) == classes._WRONG_ON_THE_HUB
-    for name in (*classes.BUILT, *classes._PLAIN):
-        for spelt in (name, f"{name}Fast"):
-            found = auto.tokenizer_class_from_name(spelt)
-            assert found is None or found.__name__ in (name, classes.PLAIN, "PythonBackend")
 
 
 def test_a_class_is_taken_from_the_files_in_this_order(tmp_path):

@@ -17,7 +17,7 @@ from trainers import generate
 from trainers.data.tokenizer import Tokenizer
 from trainers.trained import load_trained
 
-DRAWN = 12
+DRAWN = 10
 CHAT = ["<s>", "the", "cat", "<", "u", "|", ">", "<|u|>", "<|endoftext|>", "<|im_end|>", "<unk>"]
 
 
