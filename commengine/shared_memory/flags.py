@@ -23,7 +23,7 @@ LOOKS_PER_PROGRESS = 256
 FIRST_LOOKS = 30
 
 #: the flags of a rank fill two cache lines of their own. In the first: the round, and twice three words for a call
-#: (place; size and operation; checksum of the rest), and the number of a rank that has stopped, from 1 (`Flags.stop`). In the
+#: (place; size and operation; checksum of the rest), and the number of a rank that has stopped (`Flags.stop`). In the
 #: second: the progress in each stage of a pipeline, and the last round in which this rank found that the numbers of
 #: rows do not fit
 LINES_BYTES = 128

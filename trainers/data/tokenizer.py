@@ -48,9 +48,10 @@ class Tokenizer:
     def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
         """Read a ``tokenizer.json``, BERT's vocab.txt if the name ends in ``.txt``, or GPT-2's ``vocab.json``.
 
-        The merges of a vocab.json are in ``merges.txt`` beside it, those of gpt2-vocab.json in gpt2-merges.txt. The files of settings beside a file count as for
-        ``AutoTokenizer`` of transformers (`trainers.tokenizing`). Beside a tokenizer.json of another name are those of
-        another tokenizer; beside ``PREFIX-tokenizer.json`` those with the same prefix count.
+        The merges of a vocab.json are in ``merges.txt`` beside it, those of gpt2-vocab.json in gpt2-merges.txt. The
+        files of settings beside a file count as for ``AutoTokenizer`` of transformers (`trainers.tokenizing`). Beside a
+        tokenizer.json of another name are those of another tokenizer; beside ``PREFIX-tokenizer.json`` those with the
+        same prefix count.
         lowercase: of a vocab.txt; None for what the settings say, and without them True.
 
         Raises FileNotFoundError, or ValueError if the file is not one, or if the settings ask for what is not here.

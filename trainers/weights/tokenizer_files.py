@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainers.data.tokenizer import Tokenizer, merges_of
+from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"

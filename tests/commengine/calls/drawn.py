@@ -335,15 +335,20 @@ def run(seed: int, numbers: range, size: int, keep: Path, each: int = 200) -> co
     return collections.Counter(done[number]["outcome"] for number in numbers)
 
 
-def main() -> int:
-    """Draw, and print how many draws came to what."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--number", type=int, default=10_000, help="draws on 2 ranks (default: 10000)")
     options.add_argument("--nodes", type=int, default=200, help="draws on 2 emulated nodes of 2 ranks (default: 200)")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--keep", type=Path, default=Path("runs/drawn_calls.jsonl"), help="the file of results")
     options.add_argument("--job", help=argparse.SUPPRESS)
-    given = options.parse_args()
+    return options
+
+
+def main() -> int:
+    """Draw, and print how many draws came to what."""
+    given = parser().parse_args()
     if given.job:
         job(given.seed, *map(int, given.job.split(":")), given.keep)
         return 0
