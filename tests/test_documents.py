@@ -452,7 +452,7 @@ def test_dotted_names_in_backticks_exist(page):
 def test_the_pages_are_short_enough_to_read():
     words = sum(len(page.read_text().split()) for page in (ROOT / "docs" / "decisions").glob("*.md"))
     assert words <= 9000, "a decision is its reason and one number: its history is git's"
-    assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 260
+    assert len((ROOT / "docs" / "design.md").read_text().splitlines()) <= 265
 
 
 # The web pages ----------------------------------------------------------------------------------------------------
