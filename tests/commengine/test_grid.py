@@ -224,16 +224,14 @@ class AloneOnItsNode:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.every_size
 def test_tensor_groups_that_cross_nodes_are_warned_of(world, monkeypatch):
-    import commengine.grid
+    split = world.split
 
-    split = commengine.grid._split
-
-    def split_over_nodes(*args):
-        part = split(*args)
+    def split_over_nodes(*args, **named):
+        part = split(*args, **named)
         part.mpi = AloneOnItsNode(part.mpi)
         return part
 
-    monkeypatch.setattr(commengine.grid, "_split", split_over_nodes)
+    monkeypatch.setattr(world, "split", split_over_nodes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ProcessGrid(world, tensor=world.size).close()
