@@ -48,7 +48,7 @@ from bench.collective_study import bridge, experts, overhead, set_up, switch_poi
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
-from bench.collective_study.shown_states import all_tables, disturbed_lines, of_shown_states
+from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import UNCONVERGED, compare, draw, table, write_csv
 from bench.command.files import add_files
 from bench.command.machine import environment, heading
@@ -252,7 +252,7 @@ def conclude(result: dict[str, Any], chosen: Namespace, tables: Sequence[str]) -
         for one in result["skipped"]
     ]
     remarks = list(dict.fromkeys(said))
-    remarks += [f"# {line.removeprefix('- ')}" for line in [*result["states"], *disturbed_lines(rows)]]
+    remarks += [f"# {line.removeprefix('- ')}" for line in [*result["states"], *uncounted_lines(rows)]]
     if late := sum(row["late"] for row in rows):
         remarks.append(f"# {late} calls are not counted, because a rank began late")
     if slow := sum(not row["converged"] for row in rows):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.collective_study.comparable import Kind
 from bench.collective_study.piecewise import MISS, FittedSegment, PiecewiseFit, deviations
 from bench.collective_study.results import Series
 from bench.collective_study.tables import crosses, draw_pairs
@@ -19,8 +20,8 @@ from commengine.cost import ALGORITHMS, OPERATIONS, FittedModel, Segment, collec
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: operations that cost one message, because a rank sends and receives at once (commengine/cost/collectives.py)
-MESSAGES = ("send", "sendrecv", "ping_pong")
+#: operations that cost one message, the nearest to it first: in a sendrecv a rank also receives at the same time
+MESSAGES = ("send", "ping_pong", "sendrecv")
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,37 @@ class FittedSeries:
         return f"{self.series.operation}, {self.series.ranks} ranks, {self.series.variant}"
 
 
-def model_of(fitted: Sequence[FittedSeries]) -> tuple[FittedModel, list[FittedSeries]]:
-    """The model for `commengine.cost`, and the series from which it is made."""
+def model_of(
+    fitted: Sequence[FittedSeries], given: Mapping[str, str | None] | None = None
+) -> tuple[FittedModel, list[FittedSeries], list[str]]:
+    """The model for `commengine.cost`, the series from which it is made, and what a reader has to know of them.
+
+    given: the dtype, redop and state of the model, where they are chosen; see `Kind.of`, which raises UsageError. Of
+    these series the first transport counts, in place where it was measured; for p2p the first one of MESSAGES.
+    """
+    of_cost = [one for one in fitted if one.operation in OPERATIONS]
+    kind = Kind.of([one.series.key | {"iterations": one.series.calls} for one in of_cost], **(given or {}))
     used: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key["transport"] for one in fitted]
-    for one in sorted(fitted, key=lambda one: (transports.index(one.series.key["transport"]), not one.series.in_place)):
-        if one.operation in OPERATIONS:
+
+    def order(one: FittedSeries) -> tuple[int, int, bool]:
+        operation = one.series.operation
+        message = MESSAGES.index(operation) if operation in MESSAGES else 0
+        return transports.index(one.series.key["transport"]), message, not one.series.in_place
+
+    for one in sorted(of_cost, key=order):
+        if kind.has(one.series.key):
             used.setdefault((one.operation, one.series.ranks), one)
+    notes = [kind.words] if kind.words else []
+    for (operation, ranks), one in used.items():
+        if operation == "p2p" and one.series.operation != MESSAGES[0]:
+            notes.append(f"p2p on {ranks} ranks is {one.series.operation}, because no send was fitted")
     collectives: dict[str, tuple[Segment, ...]] = {}
     for operation, ranks in sorted(used):
         segments = used[operation, ranks].fit.segments
         rows = tuple(Segment(ranks, part.from_bytes, part.alpha, part.beta) for part in segments)
         collectives[operation] = collectives.get(operation, ()) + rows
-    return FittedModel(collectives), list(used.values())
+    return FittedModel(collectives), list(used.values()), notes
 
 
 def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[str, float]]:
@@ -74,13 +93,14 @@ def links(operation: str, ranks: int, segment: FittedSegment) -> dict[str, dict[
 
 
 def as_json(
-    fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path, surroundings: dict[str, Any]
-) -> dict[str, Any]:
+    fitted: Sequence[FittedSeries], source: dict[str, Any], path: Path, surroundings: dict[str, Any],
+    given: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The contents of a model file.
 
-    source, path: the file of results, and its name. surroundings: of the fit.
+    source, path: the file of results, and its name. surroundings: of the fit. given: as in `model_of`.
     """
-    model, used = model_of(fitted)
+    model, used, notes = model_of(fitted, given)
     rows = []
     for one in fitted:
         points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, one.series.errors, strict=True)
@@ -89,17 +109,19 @@ def as_json(
             "in_model": any(one is other for other in used),
             "bic": one.fit.bic,
             "missed": one.fit.missed,
+            "left_out": [asdict(row) for row in one.series.left_out],
             "segments": [
                 asdict(part) | {"links": links(one.operation, one.series.ranks, part)} for part in one.fit.segments
             ],
             "points": [
-                {"bytes": size, "seconds": spent, "residual": residual, "error": error,
-                 **({"disturbed": True} if size in one.series.disturbed else {})}
+                {"bytes": size, "seconds": spent, "residual": residual, "error": error}
                 for size, spent, residual, error in points
             ],
         })  # fmt: skip
     measured = {name: source.get(name) for name in ("command", "date", "hardware", "versions")}
-    result = {**model.to_json(), **surroundings, "results": str(path), "measured": measured, "series": rows}
+    result = {
+        **model.to_json(), **surroundings, "results": str(path), "measured": measured, "notes": notes, "series": rows
+    }  # fmt: skip
     # JSON has no infinity: null in its place.
     found: dict[str, Any] = json.loads(json.dumps(result), parse_constant=lambda _: None)
     return found
@@ -132,7 +154,7 @@ def tables(fitted: Sequence[FittedSeries]) -> Iterator[str]:
 
 
 def in_words(one: FittedSeries) -> Iterator[str]:
-    """Yield a list item where the series does not follow alpha + n beta, or has a residual above MISS."""
+    """Yield a list item where the series does not follow alpha + n beta, has a residual above MISS, or lacks rows."""
     words = []
     if one.fit.missed:
         words.append(
@@ -148,6 +170,11 @@ def in_words(one: FittedSeries) -> Iterator[str]:
             f"at {size:,.0f} bytes the residual is {left[worst]:+.0%} (measured {spent:.4g} us +-{1.96 * error:.0%}, "
             f"model {modelled:.4g} us)"
         )
+    if one.series.unconverged:
+        words.append(f"{one.series.unconverged} of {len(left)} rows did not converge, and count with their intervals")
+    if one.series.left_out:
+        rows = ", ".join(f"{row.size:,.0f} bytes ({row.why})" for row in one.series.left_out)
+        words.append(f"left out: {rows}")
     if words:
         yield f"- {one.title}: {'; '.join(words)}."
 
@@ -179,8 +206,7 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
             sizes, seconds, [seconds - seconds / factor, seconds * factor - seconds], fmt=style["marker"],
             color=style["color"], markersize=4,
         )  # fmt: skip
-        points = zip(one.series.sizes.tolist(), one.series.seconds.tolist(), strict=True)
-        crosses(left, [point for point in points if point[0] > 0 and point[0] in one.series.disturbed])
+        crosses(left, [(row.size, row.seconds) for row in one.series.left_out if row.size > 0])
         starts = [0.0] if one.fit.missed else [part.from_bytes for part in one.fit.segments]
         for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
             inside = sizes[(sizes >= start) & (sizes < end)]

@@ -2,22 +2,34 @@
 
 The model is alpha + n beta between the sizes at which the collective changes its algorithm.
 
-The fit minimises squares of relative errors, (measured - model) / measured, because times span six decades, and an
-error of 10% is as bad at 8 bytes as at 1 GB. A size has the weight 1 / (its confidence interval's relative standard
-error ^ 2 + FLOOR ^ 2), because an interval narrower than FLOOR says how well the time was measured, not how straight
-the line is. Alpha and beta are not negative. The best split into s segments is exact: dynamic programming over all
-splits (Bai & Perron 2003, section 3). The number s has the least BIC (Schwarz 1978), with the unbiased variance,
-because there are few sizes. Intervals come from a parametric bootstrap (Efron & Tibshirani 1993, section 6.5) that
-searches the switch points anew and also draws the variance, so that few sizes give wide intervals.
+The fit minimises squares of relative errors, because times span six decades, and an error of 10% is as bad at 8 bytes
+as at 1 GB. They are relative to the model (least squares, reweighted), because a time that happens to be short would
+weigh more than its share, and lines would lie too low. A size far off the model counts as one at FAR standard errors.
+Alpha and beta are not negative. The best split into s segments is exact: dynamic programming over all splits (Bai &
+Perron 2003, section 3).
 
-Where the best split still misses a well measured size by more than MISS, lines between measured sizes take its place
-(broken_line.py): a prediction needs the measured time more than it needs an algorithm's alpha and beta.
+The number s has the least BIC (Schwarz 1978), with the unbiased variance. A size has the variance of its interval and
+FLOOR ^ 2, because an interval narrower than FLOOR says how well the time was measured, not how straight the line is. No
+split gains by a scatter that is smaller than these variances: noise of the stated size is no break. Of few sizes BIC
+finds a break of a factor of two only at low noise. So a longer split also counts if the stated noise explains it, and
+if chi squared is larger without it than at any place of a straight line in all but ALARMS of them.
+
+Alpha and beta then follow with the variances of the intervals, and with as much scatter beside them as the residuals
+show, if they show more than noise would. Their intervals come from a parametric bootstrap (Efron & Tibshirani 1993,
+section 6.5) that searches the switch points anew and also draws that scatter, so that few sizes give wide intervals.
+
+Where the best split misses a well measured size by more than MISS, and by more standard errors than any size of a
+straight line would in all but ALARMS of such fits, lines between measured sizes take its place (broken_line.py): a
+prediction needs the measured time more than it needs an algorithm's alpha and beta. `python -m tests.studies` counts
+false alarms, breaks that are found, and intervals that hold.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
@@ -34,8 +46,16 @@ EXACT = 1e-5  # a smaller relative error is rounding, which must not give noisel
 CONFIDENCE = 0.95
 QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 REPLICATES = 300
+#: an alpha or beta with a smaller share of all times says nothing, but for what EXACT adds
+NOTHING = 10 * EXACT
 #: a larger relative error is told in words; a size with a larger standard error than half of it says nothing about it
 MISS = 0.15
+#: the share of straight lines that may be taken for something else, because one of their sizes is far off by chance
+ALARMS = 0.005
+#: standard errors beyond which a size counts no more than one at this distance
+FAR = 3.0
+#: how often the weights follow the model
+REWEIGHTED = 2
 #: of fewer sizes it is not clear whether one was disturbed
 LEAST_OF_BROKEN_LINE = 2 * LEAST_SIZES
 
@@ -93,11 +113,9 @@ def fit(sizes: Array, seconds: Array, errors: Array) -> PiecewiseFit:
     if different < LEAST_SIZES:
         raise ValueError(f"a fit needs at least {LEAST_SIZES} different sizes, not {different}")
     variances = errors**2 + FLOOR**2
-    splits = _splits(sizes, seconds, variances, min(MOST_SEGMENTS, different // LEAST_SIZES))
-    floor = float(np.mean(EXACT**2 / variances))
-    scored = [(_bic(split, count, floor), split) for split in splits]
-    bic, best = min(scored, key=lambda pair: pair[0])
-    model = _model(best, sizes)
+    first = _splits(sizes, seconds, variances, min(MOST_SEGMENTS, different // LEAST_SIZES))
+    best = _chosen([_reweighted(one, sizes, seconds, variances) for one in first], count, different)
+    bic, model = _bic(best, count), _model(best, sizes)
     residuals = (seconds - model) / seconds
     if different >= LEAST_OF_BROKEN_LINE and (missed := misses(residuals, errors)).any():
         worst = float(max(residuals[missed], key=abs))
@@ -105,12 +123,16 @@ def fit(sizes: Array, seconds: Array, errors: Array) -> PiecewiseFit:
         found = PiecewiseFit(_segments(values, values, values), (), bic, worst)
         left = tuple(float(1 - found.seconds(size) / spent) for size, spent in zip(sizes, seconds, strict=True))
         return replace(found, residuals=left)
+    scatter = _scatter(seconds / model - 1, errors, count - _free(best))
+    best = _reweighted(best, sizes, seconds, errors**2 + EXACT**2 + scatter)
+    model = _model(best, sizes)
+    residuals = (seconds - model) / seconds
     values = np.array([_starts(best, sizes), best.alphas, best.betas])
     least, largest = values.copy(), values.copy()
     firsts = np.array(best.firsts[1:], dtype=int)
     least[0, 1:], largest[0, 1:] = sizes[firsts - 1], sizes[firsts]  # data bound a switch point by the sizes around it
-    low, high = _intervals(best, sizes, model, variances)
-    segments = _segments(values, np.minimum(low, least), np.maximum(high, largest))
+    low, high = _intervals(best, sizes, model, errors**2 + EXACT**2, scatter)
+    segments = _segments(*_without_rounding(sizes, values, np.minimum(low, least), np.maximum(high, largest)))
     return PiecewiseFit(segments, tuple(residuals.tolist()), bic)
 
 
@@ -123,8 +145,13 @@ def _segments(values: Array, low: Array, high: Array) -> tuple[FittedSegment, ..
 
 
 def misses(residuals: Array, errors: Array) -> npt.NDArray[np.bool_]:
-    """Whether each well measured size lies further than MISS from the model, on the logarithm's scale."""
-    found: npt.NDArray[np.bool_] = (deviations(residuals) > math.log1p(MISS)) & (errors <= MISS / 2)
+    """Whether each well measured size lies further than MISS from the model, and further than chance takes any size.
+
+    On the logarithm's scale, on which MISS is log(1 + MISS): 13% below the model, or 15% above.
+    """
+    most = NormalDist().inv_cdf(1 - ALARMS / 2 / max(1, len(residuals)))
+    away = deviations(residuals)
+    found: npt.NDArray[np.bool_] = (away > math.log1p(MISS)) & (away > most * errors) & (errors <= MISS / 2)
     return found
 
 
@@ -139,11 +166,73 @@ def _free(split: _Split) -> int:
     return 3 * len(split.firsts) - 1
 
 
-def _bic(split: _Split, count: int, floor: float) -> float:
-    # The search for a switch point fits more noise than a free number does (Zhang & Siegmund 2007). Counted as three
-    # numbers, a switch point is found in 5% of straight lines of 6 to 10 noisy sizes; counted as one, in 15%.
+def _bic(split: _Split, count: int) -> float:
+    # The search for a switch point fits more noise than a free number does (Zhang & Siegmund 2007), so it counts as
+    # three numbers.
     penalty = _free(split) + 2 * (len(split.firsts) - 1)
-    return count * math.log(split.chi2 / (count - _free(split)) + floor) + penalty * math.log(count)
+    return count * math.log(max(1.0, split.chi2 / (count - _free(split)))) + penalty * math.log(count)
+
+
+def _chosen(splits: list[_Split], count: int, different: int) -> _Split:
+    """The split that explains the times: by BIC, or a longer one that the stated noise makes necessary."""
+    best = min(splits, key=lambda split: _bic(split, count))
+    places = max(1, different - 2 * LEAST_SIZES + 1)
+    needed = 2 * math.log(places / ALARMS)  # of chi squared, by which a line of two more numbers is better by chance
+    for split in splits[splits.index(best) + 1 :]:
+        freedom = count - _free(split)
+        noise_explains = split.chi2 <= freedom + 2 * math.sqrt(2 * freedom)
+        if noise_explains and best.chi2 - split.chi2 > needed * (len(split.firsts) - len(best.firsts)):
+            best = split
+    return best
+
+
+def _reweighted(split: _Split, sizes: Array, seconds: Array, variances: Array) -> _Split:
+    """The best split of as many segments, with errors relative to its own model, and chi squared of these."""
+    for _ in range(REWEIGHTED):
+        found = _splits(sizes, seconds, _relative_to(_model(split, sizes), seconds, variances), len(split.firsts))
+        if len(found) < len(split.firsts):
+            break
+        split = found[-1]
+    return split
+
+
+def _relative_to(model: Array, seconds: Array, variances: Array) -> Array:
+    """Variances with which (measured - model) / measured counts as (measured - model) / model, up to FAR."""
+    far = np.exp(np.minimum(FAR * np.sqrt(variances), CLIPPED))
+    found: Array = variances * np.clip(model / seconds, 1 / far, far) ** 2
+    return found
+
+
+def _scatter(residuals: Array, errors: Array, freedom: int) -> float:
+    """The variance beside that of the intervals with which chi squared is as expected; 0 if noise explains it.
+
+    It does if chi squared is less than a standard deviation above its mean.
+    """
+    squares, least = residuals**2, errors**2 + EXACT**2
+    if float(np.sum(squares / least)) <= freedom + math.sqrt(2 * freedom):
+        return 0.0
+    low, high = 0.0, float(np.sum(squares))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(np.sum(squares / (least + middle))) > freedom else (low, middle)
+    return high
+
+
+def _without_rounding(sizes: Array, values: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
+    """[switch point, alpha, beta] x segment, with 0 for an alpha or beta that is a share below NOTHING of all times.
+
+    It is what rounding left of times that do not depend on the size, or of times without latency.
+    """
+    for index in range(values.shape[1]):
+        own = sizes[sizes >= values[0, index]]
+        own = own[own < values[0, index + 1]] if index + 1 < values.shape[1] else own
+        if not len(own):
+            continue
+        of_alpha, of_beta = (values[1, index] + values[2, index] * one for one in (own.min(), own.max()))
+        for array in (values, low, high):
+            array[1, index] *= array[1, index] > NOTHING * of_alpha
+            array[2, index] *= array[2, index] * own.max() > NOTHING * of_beta
+    return values, low, high
 
 
 def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_Split]:
@@ -175,11 +264,21 @@ def _splits(sizes: Array, seconds: Array, variances: Array, most: int) -> list[_
 
 def _lines(sizes: Array, seconds: Array, variances: Array) -> tuple[Array, Array, Array]:
     """Alpha, beta and chi squared of the line through sizes i to j, at [i, j]; infinite if that is not a segment."""
-    weights, one, slope = 1 / variances, 1 / seconds, sizes / seconds
 
     def sums(values: Array) -> Array:
         return np.cumsum(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
 
+    alpha, beta, chi2 = _line(sizes, seconds, variances, sums)
+    ordinal = np.unique(sizes, return_inverse=True)[1]  # one size lies in one segment
+    begins = np.concatenate([[True], np.diff(sizes) > 0])
+    ends = np.concatenate([np.diff(sizes) > 0, [True]])
+    allowed = begins[:, None] & ends[None, :] & (ordinal[None, :] - ordinal[:, None] + 1 >= LEAST_SIZES)
+    return alpha, beta, np.where(allowed & np.isfinite(chi2), chi2, np.inf)
+
+
+def _line(sizes: Array, seconds: Array, variances: Array, sums: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
+    """Alpha, beta and chi squared of the lines whose sizes ``sums`` adds up."""
+    weights, one, slope = 1 / variances, 1 / seconds, sizes / seconds
     w, u, v = sums(weights), sums(weights * one), sums(weights * slope)
     uu, uv, vv = sums(weights * one**2), sums(weights * one * slope), sums(weights * slope**2)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -189,11 +288,7 @@ def _lines(sizes: Array, seconds: Array, variances: Array) -> tuple[Array, Array
         alpha, beta = np.where(no_alpha, 0, alpha), np.where(no_alpha, v / vv, beta)
         alpha, beta = np.where(no_beta, u / uu, alpha), np.where(no_beta, 0, beta)
         chi2 = w - 2 * alpha * u - 2 * beta * v + alpha**2 * uu + 2 * alpha * beta * uv + beta**2 * vv
-    ordinal = np.unique(sizes, return_inverse=True)[1]  # one size lies in one segment
-    begins = np.concatenate([[True], np.diff(sizes) > 0])
-    ends = np.concatenate([np.diff(sizes) > 0, [True]])
-    allowed = begins[:, None] & ends[None, :] & (ordinal[None, :] - ordinal[:, None] + 1 >= LEAST_SIZES)
-    return alpha, beta, np.where(allowed & np.isfinite(chi2), chi2, np.inf)
+    return alpha, beta, chi2
 
 
 def _model(split: _Split, sizes: Array) -> Array:
@@ -221,15 +316,25 @@ def _starts(split: _Split, sizes: Array) -> list[float]:
 CLIPPED = 50.0
 
 
-def _intervals(split: _Split, sizes: Array, model: Array, variances: Array) -> tuple[Array, Array]:
-    """The low and high ends of the intervals, each [switch point, alpha, beta] x segment."""
+def _intervals(split: _Split, sizes: Array, model: Array, variances: Array, scatter: float) -> tuple[Array, Array]:
+    """The low and high ends of the intervals, each [switch point, alpha, beta] x segment.
+
+    variances: of the measured times. scatter: the variance beside them, which is an estimate and drawn, too (Student's
+    t).
+    """
     random = np.random.default_rng(0)
     freedom = len(sizes) - _free(split)
+    beside = scatter * freedom / random.chisquare(freedom, (REPLICATES, 1))
+    noise = np.sqrt(variances + beside) * random.standard_normal((REPLICATES, len(sizes)))
+    every = model * np.exp(np.clip(noise, -CLIPPED, CLIPPED))
+    relative = _relative_to(model, every, variances + scatter)
+    if len(split.firsts) == 1:  # nothing to search
+        alphas, betas, _ = _line(sizes, every, relative, lambda values: np.sum(values, axis=1))
+        low, high = np.quantile(np.array([0 * alphas, alphas, betas]), QUANTILES, axis=1)
+        return low[:, None], high[:, None]
     drawn = []
-    for _ in range(REPLICATES):
-        scale = split.chi2 / random.chisquare(freedom)  # Student's t, because the variance is an estimate
-        noise = np.sqrt(variances * scale) * random.standard_normal(len(sizes))
-        found = _splits(sizes, model * np.exp(np.clip(noise, -CLIPPED, CLIPPED)), variances, len(split.firsts))
+    for times, weights in zip(every, relative, strict=True):
+        found = _splits(sizes, times, weights, len(split.firsts))
         if found and len(found[-1].firsts) == len(split.firsts):
             again = found[-1]
             drawn.append([_starts(again, sizes), again.alphas, again.betas])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
+from bench.collective_study.comparable import why_not
+from bench.timing.sampling import half_in_errors
 from commengine import UsageError
 from trainers.files.reading import InputFileError, read_json
 from trainers.files.schema import FilePart, checked, fault_in
 
 FORMAT = 1
-NORMAL_95 = 1.96  # half a 95% interval in standard errors
 STATISTICS = ("p50", "mean", "min")
 #: the fields that distinguish measurements of one operation, besides the size
 KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state", "skew")
@@ -38,6 +40,17 @@ class _Row(FilePart):
     ci: tuple[_NotNegative, _NotNegative] | None = None
     wrong: int | None = None
     disturbed: bool | None = None
+    iterations: Annotated[int, Field(ge=0)] | None = None
+    converged: bool | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that does not count: its bytes, the statistic of its times, and why (`comparable.why_not`)."""
+
+    size: float
+    seconds: float
+    why: str
 
 
 @dataclass(frozen=True)
@@ -45,14 +58,17 @@ class Series:
     """One operation, run in one way, at several sizes.
 
     key: the fields in KEY. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
-    errors. disturbed: the sizes that were measured in another state of the machine only.
+    errors. calls: of all rows. unconverged: how many rows did not converge. left_out: the rows that do not count, which
+    are in none of the others.
     """
 
     key: dict[str, Any]
     sizes: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
-    disturbed: frozenset[float] = frozenset()
+    calls: int = 0
+    unconverged: int = 0
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def operation(self) -> str:
@@ -82,6 +98,8 @@ class Series:
 def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:
     """The series of a results file, in the file's order, and the rest of the file. statistic: one of STATISTICS.
 
+    A series has the rows that may be compared (`comparable.why_not`), and names the others.
+
     Raises UsageError that names the fault.
     """
     try:
@@ -92,7 +110,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:
         raise UsageError(f"{path}: format {data.get('format')!r}; this version reads {FORMAT}")
-    found: dict[str, tuple[dict[str, Any], list[tuple[float, float, float, bool]]]] = {}
+    found: dict[str, tuple[dict[str, Any], list[tuple[_Row, float]]]] = {}
     for number, one in enumerate(data["rows"]):
         with fault_in(f"{path}: rows[{number}]"):
             row = checked(_Row, one)
@@ -104,12 +122,26 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
                 raise ValueError(f"ci={[low, high]}: the low end is above the high end")
             if row.wrong:
                 raise ValueError(f"{row.operation} of {row.bytes:g} bytes had {row.wrong} wrong values: not a time")
-            point = row.bytes, spent, (high - low) / 2 / NORMAL_95 / spent, bool(row.disturbed)
             key = {name: one.get(name) for name in KEY}
-            found.setdefault(json.dumps(key), (key, []))[1].append(point)
-    return [_series(key, points) for key, points in found.values()], {k: v for k, v in data.items() if k != "rows"}
+            found.setdefault(json.dumps(key), (key, []))[1].append((row, spent))
+    return [_series(key, rows) for key, rows in found.values()], {k: v for k, v in data.items() if k != "rows"}
 
 
-def _series(key: dict[str, Any], points: list[tuple[float, float, float, bool]]) -> Series:
-    columns = np.array([point[:3] for point in sorted(points)]).T
-    return Series(key, columns[0], columns[1], columns[2], frozenset(point[0] for point in points if point[3]))
+def _series(key: dict[str, Any], rows: list[tuple[_Row, float]]) -> Series:
+    judged = [(row, spent, why_not(vars(row))) for row, spent in rows]
+    left_out = [LeftOut(row.bytes, spent, why) for row, spent, why in judged if why]
+    used = sorted(((row, spent) for row, spent, why in judged if not why), key=lambda pair: (pair[0].bytes, pair[1]))
+    errors = np.array([_error(row, spent) for row, spent in used], dtype=np.float64)
+    if len(known := errors[~np.isnan(errors)]) < len(errors):  # older files lack some: as well known as the others
+        errors = np.where(np.isnan(errors), np.median(known) if len(known) else 0.0, errors)
+    return Series(
+        key, np.array([row.bytes for row, _ in used], dtype=np.float64),
+        np.array([spent for _, spent in used], dtype=np.float64), errors,
+        sum(row.iterations or 1 for row, _ in used), sum(row.converged is False for row, _ in used), tuple(left_out),
+    )  # fmt: skip
+
+
+def _error(row: _Row, spent: float) -> float:
+    """The relative standard error of a row's time; not a number without an interval."""
+    half = half_in_errors(row.iterations or 0)
+    return math.nan if row.ci is None else (row.ci[1] - row.ci[0]) / 2 / half / spent

@@ -7,13 +7,14 @@ from typing import Any
 
 from bench.timing.states import States, name_states
 
+from .comparable import FEWEST
 from .tables import alike, table
 
 
 def of_shown_states(rows: list[dict[str, Any]], states: States | None) -> list[dict[str, Any]]:
     """The rows of the states that are shown, with the names that `States.lines` describes; None if there is only one.
 
-    A call that was always disturbed counts for the nearest state, and its row has "disturbed": true.
+    A call that was always disturbed stands with the nearest state, and its row has "disturbed": true.
     """
     if states is None:
         return rows
@@ -36,14 +37,19 @@ def all_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [table(mine) for mine in alike(rows, "operation", "dtype", "redop", "skew")]
 
 
-def disturbed_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A remark on the rows that were measured in states which are not shown."""
-    sizes: dict[str, dict[int, None]] = {}
-    for row in rows:
-        if row.get("disturbed"):
+def uncounted_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Remarks on the rows that count in no comparison: of states which are not shown, and of few calls."""
+    other = [row for row in rows if row.get("disturbed")]
+    few = [row for row in rows if row["iterations"] < FEWEST]
+    lines = []
+    for sign, mine, why in (
+        ("~", other, "were measured in other states only, stand with the nearest"),
+        ("?", few, f"have fewer than {FEWEST} calls, so no interval"),
+    ):
+        sizes: dict[str, dict[int, None]] = {}
+        for row in mine:
             sizes.setdefault(row["operation"], {})[row["bytes"]] = None
-    if not sizes:
-        return []
-    words = "; ".join(f"{operation} of {', '.join(map(str, mine))} bytes" for operation, mine in sizes.items())
-    count = sum(bool(row.get("disturbed")) for row in rows)
-    return [f"- ~: {count} of {len(rows)} rows were measured in other states only, and count for the nearest: {words}"]
+        words = "; ".join(f"{operation} of {', '.join(map(str, of))} bytes" for operation, of in sizes.items())
+        if mine:
+            lines.append(f"- {sign}: {len(mine)} of {len(rows)} rows {why}, and count in no comparison: {words}")
+    return lines

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bench.collective_study.comparable import comparable, signs, why_not
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,7 +24,7 @@ COLUMNS = (
     ("type", "", 8, lambda row: row["dtype"]),
     ("redop", "", 6, lambda row: row["redop"]),
     ("root", "", 4, lambda row: f"{row['root']}"),
-    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"]) + ("~" if row.get("disturbed") else "")),
+    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"]) + signs(row).rstrip("*")),
     ("algbw", "(GB/s)", 7, lambda row: f"{row['algbw'] / 1e9:.2f}"),
     ("busbw", "(GB/s)", 7, lambda row: f"{row['busbw'] / 1e9:.2f}"),
     ("#wrong", "", 6, lambda row: f"{row['wrong']}"),
@@ -30,7 +32,7 @@ COLUMNS = (
     ("p99", "(us)", 10, lambda row: _microseconds(row["seconds"]["p99"])),
     ("min", "(us)", 10, lambda row: _microseconds(row["seconds"]["min"])),
     ("max", "(us)", 10, lambda row: _microseconds(row["seconds"]["max"])),
-    ("+-median", "(%)", 8, lambda row: f"{interval_percent(row):.1f}{'' if row['converged'] else '*'}"),
+    ("+-median", "(%)", 8, lambda row: _interval(row) + ("" if row["converged"] else "*")),
     ("calls", "", 6, lambda row: f"{row['iterations']}"),
     ("place", "", 5, lambda row: "in" if row["in_place"] else "out"),
     ("transport", "", 10, lambda row: row["transport"]),
@@ -45,7 +47,7 @@ OVERLAP = (
     ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
 )
 #: the time over that of the transport of --over
-OVER = (("over", "(ratio)", 7, lambda row: f"{row['over']:.2f}"),)
+OVER = (("over", "(ratio)", 7, lambda row: f"{row['over']:.2f}{row.get('over_sign', '')}"),)
 #: the state of the machine, as `bench.timing.states` numbers it; shown if a table has several
 STATE = (("state", "", 7, lambda row: row.get("state") or ""),)
 
@@ -55,9 +57,16 @@ UNCONVERGED = "they had 20 calls whose median was known well enough"
 
 
 def interval_percent(row: Row) -> float:
-    """Half the confidence interval of the median, in percent of the median."""
+    """Half the confidence interval of the median, in percent of the median; infinity without an interval."""
+    if row["ci"] is None:
+        return math.inf
     low, high = row["ci"]
     return float(50 * (high - low) / row["seconds"]["p50"])
+
+
+def _interval(row: Row) -> str:
+    percent = interval_percent(row)
+    return f"{percent:.1f}" if math.isfinite(percent) else "-"
 
 
 def _microseconds(seconds: float) -> str:
@@ -73,11 +82,19 @@ def alike(rows: Sequence[Row], *names: str) -> list[list[Row]]:
 
 
 def compare(rows: list[Row], name: str | None) -> list[Row]:
-    """The rows with "over": the median over that of the transport ``name`` for the same call in the same state."""
+    """The rows with "over": the median over that of the transport ``name`` for the same call in the same state.
+
+    Of two rows that may be compared (`comparable.why_not`). If one of them did not converge, "over_sign" is "*".
+    """
     same = ("operation", "dtype", "redop", "in_place", "bytes", "state", "skew")
-    theirs = {tuple(row.get(key) for key in same): row["seconds"]["p50"] for row in rows if row["transport"] == name}
-    found = [(row, theirs.get(tuple(row.get(key) for key in same))) for row in rows]
-    return [row | ({"over": row["seconds"]["p50"] / base} if base else {}) for row, base in found]
+    theirs = {tuple(row.get(key) for key in same): row for row in comparable(rows) if row["transport"] == name}
+    found = []
+    for row in rows:
+        base = None if why_not(row) else theirs.get(tuple(row.get(key) for key in same))
+        late = base is not None and signs(row) + signs(base)
+        ratio = {} if base is None else {"over": row["seconds"]["p50"] / base["seconds"]["p50"]}
+        found.append(row | ratio | ({"over_sign": "*"} if late else {}))
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -111,7 +128,8 @@ def flat(row: Row) -> Row:
     found: Row = {}
     for name, value in row.items():
         if name == "ci":
-            found |= {"ci_low": value[0], "ci_high": value[1]}
+            low, high = value or (None, None)
+            found |= {"ci_low": low, "ci_high": high}
         elif isinstance(value, dict):
             found |= {f"{name}_{key}": inner for key, inner in value.items()}
         else:
@@ -130,9 +148,9 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Draw a cross on each (size, seconds) that was measured in another state only, if there are any.
+    """Draw a cross on each (size, seconds) of a row that does not count (`comparable.why_not`), if there are any.
 
-    The legend of a picture names them, with the sign that tables have for them.
+    The legend of a picture names them.
     """
     if points:
         sizes, seconds = zip(*points, strict=True)
@@ -164,7 +182,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
     The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
     reduction; lines in place are dashed, and each state of the machine has lines of its own. A cross marks a call that
-    was measured in a state which is not shown.
+    does not count.
     """
     shown = [row for row in rows if row["bytes"] > 0]
     lines = alike(shown, "operation", "transport", "dtype", "redop", "in_place", "state")
@@ -173,9 +191,9 @@ def draw(rows: Sequence[Row]) -> Figure:
         line = sorted(line, key=lambda row: int(row["bytes"]))
         sizes = [row["bytes"] for row in line]
         left.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
-        ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]
+        ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]  # of few calls there is none
         low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
-        crosses(left, [(row["bytes"], row["seconds"]["p50"]) for row in line if row.get("disturbed")])
+        crosses(left, [(row["bytes"], row["seconds"]["p50"]) for row in line if why_not(row)])
         left.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
         # A group of one rank moves nothing, and a logarithmic axis has no 0.
         right.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
@@ -221,7 +239,7 @@ def draw_pairs(series: Sequence[tuple[Row, T]], plot: Callable[[Any, Any, T, dic
 
 
 #: the legend's words for a cross
-CROSS = "~: in another state only"
+CROSS = "does not count (~ another state, ? few calls)"
 #: inches of a line of a legend
 LEGEND_LINE = 0.18
 #: colours that are dark enough on white, and that colour-blind people can tell apart (Okabe & Ito 2008)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.collective_study.comparable import comparable
 from bench.collective_study.tables import size_label
 from bench.command.files import writable
 from bench.contest.parts.base import Case, Contest
@@ -65,16 +66,15 @@ def measure(given: Any, operation: str) -> str:
 
 
 def cases_of(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[Case]:
-    """Yield a case for each dtype and size: one row of all ways. A result with wrong elements has no time.
+    """Yield a case for each dtype and size: one row of all ways. Rows count that may be compared.
 
     The row is of the state of the machine in which most ways were measured, and of those the one with most calls. A way
-    that has no time of this state has one of another.
+    that has no time of this state shows one of another, which is not compared.
     """
     found: dict[tuple[str, int], dict[Any, dict[str, dict[str, Any]]]] = {}
-    for row in rows:
-        if not row["wrong"]:
-            states = found.setdefault((row["dtype"], row["bytes"]), {})
-            states.setdefault(row.get("state"), {})[row["transport"]] = row
+    for row in comparable(rows):
+        states = found.setdefault((row["dtype"], row["bytes"]), {})
+        states.setdefault(row.get("state"), {})[row["transport"]] = row
 
     def weight(ways: dict[str, dict[str, Any]]) -> tuple[int, int]:
         return len(ways), sum(row["iterations"] for row in ways.values())
@@ -83,7 +83,7 @@ def cases_of(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[Case]:
         *others, most = sorted(found[dtype, nbytes].values(), key=weight)
         seconds = {name: float(row["seconds"]["p50"]) for ways in (*others, most) for name, row in ways.items()}
         mine = min((name for name in WAYS if name in most), key=seconds.__getitem__, default=None)
-        theirs = min((name for name in RIVALS if name in seconds), key=seconds.__getitem__, default=None)
+        theirs = min((name for name in RIVALS if name in most), key=seconds.__getitem__, default=None)
         ratio = seconds[theirs] / seconds[mine] if mine and theirs else None
         size = "-" if operation == "barrier" else size_label(nbytes)
         case = Case({"operation": operation, "dtype": dtype, "size": size})

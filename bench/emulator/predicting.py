@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from bench.clusters.device_rates import DeviceRates
+from bench.collective_study.comparable import comparable
 from bench.collective_study.results import FORMAT
 from bench.command.values import flag
 from bench.emulator.layouts import MODEL, LayoutRun
@@ -87,7 +88,8 @@ def _option(name: str) -> str:
 
 def _link(rows: list[dict[str, Any]]) -> tuple[float, float]:
     """Alpha in seconds and the rate in bytes a second of a ring through a group, from its all-reduces."""
-    mine = sorted((row["bytes"], row["seconds"]["p50"]) for row in rows if row["operation"] == "all_reduce")
+    found = (row for row in comparable(rows) if row["operation"] == "all_reduce")
+    mine = sorted((row["bytes"], row["seconds"]["p50"]) for row in found)
     ranks = rows[0]["ranks"]
     (_, least), (size, longest) = mine[0], mine[-1]
     return least / (2 * (ranks - 1)), bus_factor("all_reduce", ranks) * size / longest

@@ -259,6 +259,8 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
         machine = MeasuredMachine(model_of_points(rows), FittedModel.from_json(model), given.node, several, link)
         answer, record.numbers["projection"] = answers.more(stepped, machine, given.largest, network)
         record.answers.append(answer)
+    else:
+        record.answers.append(answers.no_answer("no operation has three sizes to which a line could be fitted"))
     record.title = f"Collectives on {record.settings['ranks']} ranks: {surroundings['hardware'].split(',')[0]}"
     record.about = (
         f"{surroundings['date'][:16].replace('T', ' ')} UTC; {surroundings['hardware']}; load average before "

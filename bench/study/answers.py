@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.collective_study.comparable import SIGNS, signs, why_not
 from bench.collective_study.tables import WORDS, Row, interval_percent, size_label
 
 from .projection import MeasuredMachine, ProjectedStep, step_on
@@ -34,6 +35,11 @@ def by_operation(rows: Sequence[Row]) -> dict[str, dict[int, dict[str, Row]]]:
     return found
 
 
+def counted(ways: dict[str, Row]) -> dict[str, Row]:
+    """The rows of one size that may be compared, by way."""
+    return {way: row for way, row in ways.items() if not why_not(row)}
+
+
 def fastest(ways: dict[str, Row]) -> Row:
     """The row of the fastest way."""
     return min(ways.values(), key=lambda row: float(row["seconds"]["p50"]))
@@ -42,14 +48,18 @@ def fastest(ways: dict[str, Row]) -> Row:
 def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
     """(size, way) from which size on each way is the fastest, ascending.
 
-    A way stays the answer until another is faster by more than MARGIN and the 95% intervals do not overlap.
+    A way stays the answer until another is faster by more than MARGIN and the 95% intervals do not overlap. Rows that
+    may not be compared say nothing: where the way that is the answer has no other row, it stays.
     """
     found: list[tuple[int, str]] = []
-    for size, ways in sizes.items():
+    for size, all_ways in sizes.items():
+        ways = counted(all_ways)
         if not ways:
             continue
         best = fastest(ways)
         mine = ways.get(found[-1][1]) if found else None
+        if mine is None and found and found[-1][1] in all_ways:
+            continue
         if mine is not None:
             close = mine["seconds"]["p50"] <= (1 + MARGIN) * best["seconds"]["p50"]
             if close or (mine.get("ci") and best.get("ci") and mine["ci"][0] <= best["ci"][1]):
@@ -59,7 +69,10 @@ def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
 
 
 def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
-    """What a collective costs: the fastest way at a few sizes. states: of the machine, in a sentence."""
+    """What a collective costs: the fastest way at a few sizes. states: of the machine, in a sentence.
+
+    A row that may not be compared stands, with its sign, where there is no other.
+    """
     table = by_operation(rows)
     all_sizes = sorted({size for sizes in table.values() for size in sizes})
     shown = list(dict.fromkeys(_nearest(all_sizes, size) for size in SHOWN))
@@ -71,21 +84,20 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
     for operation, sizes in table.items():
         cells = []
         for size in shown:
-            best = fastest(sizes[_nearest(sizes, size)])  # sizes are rounded to whole elements
-            mine = ("~" if best.get("disturbed") else "") + ("" if best["converged"] else "*")
+            here = sizes[_nearest(sizes, size)]  # sizes are rounded to whole elements
+            best = fastest(counted(here) or here)
+            mine = signs(best)
             marks.update(mine)
-            cells.append(f"{time_label(best['seconds']['p50'])} +-{interval_percent(best):.1f}%{mine}")
-        lines.append(f"| {operation} | {' | '.join(cells)} | {best['busbw'] / 1e9:.3g} GB/s |")
+            known = f" +-{interval_percent(best):.1f}%" if best["ci"] and "?" not in mine else " "
+            cells.append(f"{time_label(best['seconds']['p50'])}{known}{mine}")
+        lines.append(f"| {operation} | {' | '.join(cells)} | {best['busbw'] / 1e9:.3g} GB/s{mine} |")
     first = rows[0]
     text = (
         f"Medians of the slowest of {first['ranks']} ranks, {first['dtype']}, by the fastest way at each size; +- is "
         "half of the 95% interval."
     )
     text += f" {states}" if states else ""
-    if "~" in marks:
-        text += " ~: measured in another state only."
-    if "*" in marks:
-        text += " *: the time was up before there were 20 calls whose median was known to 5%."
+    text += "".join(f" {sign}: {words}." for sign, words in SIGNS.items() if sign in marks)
     return {"question": COST, "answer": "\n".join([*lines, "", text])}
 
 
@@ -98,7 +110,7 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     lines = [f"| operation | the fastest way | without windows | {gain} |", "|---|---|---|" + "---:|" * len(shown)]
     for operation, sizes in table.items():
         without = {size: {way: row for way, row in found.items() if way != "shared"} for size, found in sizes.items()}
-        begun = [_in_words(stretches(one)) for one in (sizes, without)]
+        begun = [_in_words(stretches(one), one) for one in (sizes, without)]
         gains = [_gain(sizes[_nearest(sizes, size)]) for size in shown]
         lines.append(f"| {operation} | {' | '.join([*begun, *gains])} |")
     text = (
@@ -106,23 +118,33 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
         "of a node share. Plain MPI: mpi4py without the engine. A way counts as faster if it is so by more than 5% "
         "and its interval does not overlap. Gain: plain MPI's time over that of the fastest way"
     )
+    cells = "".join(lines[2:])
     missing = [operation for operation, sizes in table.items() if not any("mpi4py" in one for one in sizes.values())]
     text += f"; -: MPI has no {', '.join(missing)} of {rows[0]['dtype']}." if missing else "."
+    text += f" *: {SIGNS['*']}." if "*" in cells else ""
+    if left := Counter(why_not(row) for row in rows if why_not(row)):
+        said = "; ".join(f"{count}: {why}" for why, count in left.items())
+        text += f" {left.total()} of {len(rows)} rows count in no comparison ({said})."
     return {"question": WAYS, "answer": "\n".join([*lines, "", text])}
 
 
-def _in_words(found: Sequence[tuple[int, str]]) -> str:
-    """Stretches in words: "plain MPI, window from 1 MB"."""
-    words = [WORDS.get(way, way) for _, way in found]
-    later = (f"{word} from {size_label(size)}" for word, (size, _) in zip(words[1:], found[1:], strict=True))
-    return ", ".join([*words[:1], *later])
+def _in_words(found: Sequence[tuple[int, str]], sizes: dict[int, dict[str, Row]]) -> str:
+    """Stretches in words: "plain MPI, window from 1 MB"; a sign is that of the row where the way begins."""
+    words = [
+        WORDS.get(way, way) + (f" from {size_label(size)}" if number else "") + signs(sizes[size][way])
+        for number, (size, way) in enumerate(found)
+    ]
+    return ", ".join(words) or "-"
 
 
 def _gain(found: dict[str, Row]) -> str:
-    """How many times as fast as plain MPI the fastest way is."""
-    if "mpi4py" not in found:
+    """How many times as fast as plain MPI the fastest way is, of rows that may be compared."""
+    ways = counted(found)
+    if "mpi4py" not in ways:
         return "-"
-    return f"{found['mpi4py']['seconds']['p50'] / fastest(found)['seconds']['p50']:.2f}x"
+    best = fastest(ways)
+    sign = "*" if signs(best) or signs(ways["mpi4py"]) else ""
+    return f"{ways['mpi4py']['seconds']['p50'] / best['seconds']['p50']:.2f}x{sign}"
 
 
 def share(step: dict[str, Any], replay: dict[str, Any], about: str) -> dict[str, str]:
@@ -178,7 +200,10 @@ def more(
     ]
     numbers, reduced = [], 0.0
     for ranks in RANKS:
-        collective = machine.seconds("all_reduce", largest, ranks)
+        try:
+            collective = machine.seconds("all_reduce", largest, ranks)
+        except ValueError as error:
+            return no_answer(str(error)), []
         try:
             found: ProjectedStep = step_on(ranks, step, here, machine)
         except ValueError:
@@ -204,6 +229,12 @@ def more(
             f"at {size_label(largest)}; --max-bytes {needed}M measures it."
         )
     return {"question": MORE, "answer": "\n".join([*lines, "", text])}, numbers
+
+
+def no_answer(why: str) -> dict[str, str]:
+    """The answer about more ranks where too few rows may be compared."""
+    text = f"No answer: {why}. Too few rows may be compared; give the study more --minutes, or an idle machine."
+    return {"question": MORE, "answer": text}
 
 
 def step_here(step: dict[str, Any]) -> tuple[float, float]:

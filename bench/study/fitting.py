@@ -6,10 +6,14 @@ Every operation, number of ranks and transport has its own fit: piecewise alpha 
 and the residual at every size (bench/collective_study/piecewise.py has the method). Where that misses a well measured
 time by more than 15%, a sentence says so, and lines between measured sizes take its place.
 
-`commengine.cost.FittedModel` loads the model. For each operation and number of ranks the model has the first transport
-in the file that is fitted, in place where that was measured. All series stand under "series" in the model
-file, with their residuals and with the link that each algorithm's formula derives. null: the data give no bound at this
-end of the interval. Sizes are defined as in nccl-tests.
+Rows count that may be compared: those of a disturbed state, and those of fewer than six calls, are left out and named.
+
+`commengine.cost.FittedModel` loads the model. It has one dtype, one reduction and one state of the machine: float32,
+sum and the state with most calls, where the file has several and no option says otherwise. Of these series it has, for
+each operation and number of ranks, the first transport in the file, in place where that was measured. Its p2p is the
+operation send, and a sendrecv where no send was fitted. All series stand under "series" in the model file, with their
+residuals and with the link that each algorithm's formula derives. null: the data give no bound at this end of the
+interval. Sizes are defined as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ def parser() -> OneLineParser:
     add("--plot", type=Path, metavar="FILE", help="draw the fits over the data, and the residuals: .png, .svg or .pdf")
     add("--markdown", type=Path, metavar="FILE", help="write the tables")
     add("--transport", action="append", metavar="NAME", help="fit this transport only; may be repeated")
+    add("--dtype", metavar="NAME", help="the dtype of the model (default: float32, if there are several)")
+    add("--redop", metavar="NAME", help="the reduction of the model (default: sum, if there are several)")
+    add("--state", metavar="NAME", help='the state of the machine, such as "state 1" (default: that with most calls)')
     add("--statistic", choices=STATISTICS, default="p50",
         help="statistic of the times; min if other programs use the machine")  # fmt: skip
     return options
@@ -64,7 +71,8 @@ def fit_all(series: Sequence[Series]) -> tuple[list[FittedSeries], list[str]]:
         try:
             fitted.append(FittedSeries(one, piecewise.fit(one.sizes, one.seconds, one.errors)))
         except ValueError as error:
-            left_out.append(f"{one.operation}, {one.ranks} ranks, {one.variant}: {error}")
+            rows = "".join(f"; {row.size:,.0f} bytes: {row.why}" for row in one.left_out)
+            left_out.append(f"{one.operation}, {one.ranks} ranks, {one.variant}: {error}{rows}")
     return fitted, left_out
 
 
@@ -78,12 +86,15 @@ def main(argv: Sequence[str]) -> int:
         if not fitted:
             raise UsageError(f"nothing to fit: {left_out[0]}")
         surroundings = environment("bench.study", ["--only", "fit", *argv])
-        lines = list(tables(fitted))
+        model = as_json(
+            fitted, source, arguments.results, surroundings,
+            {name: getattr(arguments, name) for name in ("dtype", "redop", "state")},
+        )  # fmt: skip
+        lines = [*tables(fitted), *("" for _ in model["notes"][:1]), *(f"- {note}." for note in model["notes"])]
         if arguments.markdown:
             about = f"- results: `{source.get('command', arguments.results)}`"
             arguments.markdown.write_text("\n".join(["# Fit", "", about, "", *lines, ""]), encoding="utf-8")
         if arguments.output:
-            model = as_json(fitted, source, arguments.results, surroundings)
             arguments.output.write_text(json.dumps(model, indent=1, allow_nan=False), encoding="utf-8")
         if arguments.plot:
             draw(fitted).savefig(arguments.plot, dpi=120)

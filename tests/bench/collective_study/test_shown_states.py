@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.collective_study.shown_states import all_tables, disturbed_lines, of_shown_states
+from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import draw, table
 from tests.bench.timing.test_states import states
 
@@ -31,11 +31,12 @@ def test_a_call_that_was_always_disturbed_is_marked_and_the_remark_names_it():
         (64, 41, None), (128, 30, None), (256, 30, None)
     ]  # fmt: skip
     assert [one.get("disturbed", False) for one in found] == [True, False, False]
-    (remark,) = disturbed_lines(found)
-    assert remark == "- ~: 1 of 3 rows were measured in other states only, and count for the nearest: " + (
+    (remark,) = uncounted_lines(found)
+    assert remark == (
+        "- ~: 1 of 3 rows were measured in other states only, stand with the nearest, and count in no comparison: "
         "all_reduce of 64 bytes"
     )
-    assert "2.00~" in table(found) and "state" not in table(found) and disturbed_lines(found[1:]) == []
+    assert "2.00~" in table(found) and "state" not in table(found) and uncounted_lines(found[1:]) == []
     (axes, _) = draw(found).axes
     assert [list(line.get_xdata()) for line in axes.lines] == [[64, 128, 256], [64]]  # the cross is on the first point
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from bench.timing.sampling import Sampler, Stopping, median_interval, sample
+from bench.timing.sampling import Sampler, Stopping, half_in_errors, median_interval, sample
 from bench.timing.starting import AgreedStart, Clock
 
 
@@ -96,12 +96,18 @@ def test_a_sample_is_the_slowest_rank_and_its_skew_that_of_the_starts():
 
 def test_the_interval_of_the_median_covers_it_as_often_as_it_says():
     random = np.random.default_rng(1)
-    for count in (20, 50, 300):
+    for count in (6, 7, 10, 20, 50, 300):
         hits = 0
         for _ in range(400):
             low, high = median_interval(random.exponential(size=count))
             hits += low <= np.log(2) <= high
         assert 0.93 <= hits / 400 <= 1.0
+    assert all(median_interval(np.arange(count)) is None for count in range(1, 6))  # they would hold it in 94% at most
+    assert median_interval(np.arange(6.0)) == (0, 5) and median_interval(np.arange(10.0)) == (1, 8)
+    for count in (6, 10, 60, 1000):  # half an interval, in standard errors of the median
+        draws = [random.standard_normal(count) for _ in range(400)]
+        half = np.mean([(high - low) / 2 for low, high in map(median_interval, draws)])
+        assert half / half_in_errors(count) == pytest.approx(np.std([np.median(one) for one in draws]), rel=0.25)
 
 
 def test_statistics_are_numpys():
