@@ -326,19 +326,33 @@ def parser_of(kind: type[DataclassInstance], prog: str, **more: Any) -> Parser:
     return parser
 
 
-def add_some(parser: OneLineParser, kind: type[DataclassInstance], names: Sequence[str]) -> None:
-    """Add the options ``names`` of dataclass ``kind`` to another command's parser, which checks their ranges."""
+def add_some(
+    parser: OneLineParser,
+    kind: type[DataclassInstance],
+    names: Sequence[str],
+    defaults: Mapping[str, str] | None = None,
+) -> None:
+    """Add the options ``names`` of dataclass ``kind`` to another command's parser, which checks their ranges.
+
+    defaults: the words for the defaults that the other command has in place of the dataclass's.
+    """
     hints, ranges = typing.get_type_hints(kind), ranges_of(kind)
     for item in fields(kind):
         if item.name in names:
-            _add(parser, item, hints[item.name], default=item.default, valid=ranges[item.name])
+            told = (defaults or {}).get(item.name)
+            _add(parser, item, hints[item.name], default=item.default, valid=ranges[item.name], told=told)
 
 
-def _add(parser: OneLineParser, item: Field[Any], hint: Any, *, default: Any, valid: Sequence[ValidRange] = ()) -> None:
-    """Add one field to ``parser`` as a flag. valid: the ranges that the parser itself checks."""
+def _add(
+    parser: OneLineParser, item: Field[Any], hint: Any, *, default: Any, valid: Sequence[ValidRange] = (),
+    told: str | None = None,
+) -> None:  # fmt: skip
+    """Add one field to ``parser`` as a flag. valid: the ranges that the parser itself checks. told: its default."""
     names = [*filter(None, [item.metadata["short"]]), flag_of(item.name)]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     text = item.metadata["help"] + ("" if item.default is None else f" (default {item.default})")
+    if told:
+        text = re.sub(r" \(default:? .*\)$", "", text) + f" (default: {told})"
     if kinds == [bool]:
         parser.add_argument(*names, dest=item.name, action=BooleanOptionalAction, default=default, help=text)
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.timing.sampling import FEWEST
 from bench.timing.states import States, name_states
 
-from .comparable import FEWEST
 from .tables import alike, table
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from dataclasses import replace
+
+import numpy as np
 
 from bench.clusters.cluster import Cluster, Device
 from bench.prediction.kernels import memory_seconds
@@ -198,7 +202,37 @@ def ring_seconds(
         if cluster.fitted:
             return cluster.fitted.seconds(operation, size, ranks)
         return cluster.base + ring.seconds(machine.inside)
-    crossing = 1 if hop else ring.steps * (nodes - 1) / (ranks - 1)
-    alpha = (ring.steps - crossing) * machine.inside.alpha + crossing * machine.between.alpha
+    if operation == "all_to_all":
+        alpha = exchange_latency(ranks, members_per_node, machine.inside.alpha, machine.between.alpha)
+    else:
+        crossing = ring_crossing(ranks, members_per_node, int(ring.steps))
+        alpha = (ring.steps - crossing) * machine.inside.alpha + crossing * machine.between.alpha
     beta = max(machine.inside.beta, machine.between.beta * groups_per_node / machine.nics_per_node)
     return cluster.base + alpha + ring.path_bytes * beta
+
+
+@functools.lru_cache(maxsize=4096)
+def ring_crossing(ranks: int, members: int, steps: int) -> int:
+    """How many links between nodes a message passes in ``steps`` consecutive links of a ring, at most.
+
+    The ring of ``ranks`` goes through ``members`` of a node, then through the next node, and back to the first one: n
+    nodes have n links between them.
+    """
+    links = [*range(members - 1, ranks - 1, members), ranks - 1]  # that lead to another node
+    rounds, rest = divmod(steps, ranks)
+    twice = [*links, *(link + ranks for link in links)]
+    return rounds * len(links) + max(bisect.bisect_left(twice, link + rest) - at for at, link in enumerate(links))
+
+
+@functools.lru_cache(maxsize=1024)
+def exchange_latency(ranks: int, members: int, inside: float, between: float) -> float:
+    """The seconds of the messages on the longest path of an all-to-all by pairwise exchange, without their bytes.
+
+    In step k a rank receives from the k-th one before it, which has ended its own step before. inside, between: the
+    seconds of a message.
+    """
+    nodes, done = np.arange(ranks) // members, np.zeros(ranks)
+    for step in range(1, ranks):
+        message = np.where(nodes == np.roll(nodes, step), inside, between)
+        done = np.maximum(done, np.roll(done, step) + message)
+    return float(done.max())

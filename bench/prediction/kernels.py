@@ -18,23 +18,29 @@ from bench.clusters.cluster import Device
 
 @dataclass
 class KernelTimes:
-    """The device's seconds by part, for products and for kernels that only move memory, and the number of kernels."""
+    """The device's seconds by part, for products and for kernels that only move memory; the kernels, and their FLOPs.
+
+    flops: of the products alone.
+    """
 
     multiply: dict[str, float] = field(default_factory=dict)
     move: dict[str, float] = field(default_factory=dict)
     kernels: float = 0
+    flops: float = 0
 
-    def add(self, part: str, kernels: float, *, multiply: float = 0.0, move: float = 0.0) -> None:
-        """Add time to one part."""
+    def add(self, part: str, kernels: float, *, multiply: float = 0.0, move: float = 0.0, flops: float = 0.0) -> None:
+        """Add time to one part, and the FLOPs of its products."""
         self.multiply[part] = self.multiply.get(part, 0.0) + multiply
         self.move[part] = self.move.get(part, 0.0) + move
         self.kernels += kernels
+        self.flops += flops
 
     def join(self, other: KernelTimes) -> None:
         """Add all times of another object."""
         for part in other.multiply:
             self.add(part, 0, multiply=other.multiply[part], move=other.move[part])
         self.kernels += other.kernels
+        self.flops += other.flops
 
     def seconds(self, slowdown: float) -> dict[str, float]:
         """The seconds by part.

@@ -125,12 +125,14 @@ class StepModel:
         fullest = max(range(len(memory)), key=lambda stage: sum(memory[stage].values()))
         # A part that is switched off takes no time, but its FLOPs still count.
         flops = cost.model_flops(shape, layout.batch, layout.recompute)
-        return PredictedStep(seconds, hidden, memory[fullest], flops, layout.ranks, fullest)
+        of_rank = sum(pieces[one][2] for chunks in stages for one in chunks)
+        computed = layout.micro_batches * layout.tensor * layout.replicas * of_rank
+        return PredictedStep(seconds, hidden, memory[fullest], flops, layout.ranks, fullest, computed)
 
     def _piece(
         self, stage: StageShape, works: tuple[KernelTimes, KernelTimes, KernelTimes], slow: float
-    ) -> tuple[dict[str, float], float]:
-        """A micro-batch of a chunk: the seconds by part, and those of its forward, all parts together."""
+    ) -> tuple[dict[str, float], float, float]:
+        """A micro-batch of a chunk: the seconds by part, those of its forward, all parts together, and its FLOPs."""
         layout, device, (forward, backward, again) = self.layout, self.cluster.device, works
         ends = self._ends(stage)
 
@@ -156,15 +158,19 @@ class StepModel:
             seconds["expert_communication"] = expert_communication(*of_experts)
             sent += expert_communication(*of_experts, only="forward")
         # of the ends, as of any product, a third is forward
-        return seconds, stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
+        of_forward = stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
+        return seconds, of_forward, stage.layers * (forward.flops + backward.flops + again.flops) + ends.flops
 
     def _pipeline(
-        self, stages: list[list[StageShape]], pieces: dict[StageShape, tuple[dict[str, float], float]], busy: float
+        self,
+        stages: list[list[StageShape]],
+        pieces: dict[StageShape, tuple[dict[str, float], float, float]],
+        busy: float,
     ) -> dict[str, float]:
         """The seconds that a pipeline adds to the ``busy`` ones of its busiest stage."""
         chunks = {}
         for rank, own in enumerate(stages):
-            for chunk, (parts, forward) in enumerate(pieces[one] for one in own):
+            for chunk, (parts, forward, _) in enumerate(pieces[one] for one in own):
                 chunks[rank, False, chunk], chunks[rank, True, chunk] = forward, sum(parts.values()) - forward
         links = messages(self.shape, self.layout, self.cluster)
         free, taken = (
@@ -190,18 +196,22 @@ class StepModel:
         forward, backward, attention = KernelTimes(), KernelTimes(), KernelTimes()
 
         for m, n, k, times in products.of_layer(shape, layout):
-            last = self._gemm(m, n, k)
-            forward.add("gemm", times, multiply=times * last)
-            backward.add("gemm", 2 * times, multiply=times * (self._gemm(m, k, n) + self._gemm(k, n, m)))
+            last, flops = self._gemm(m, n, k), 2.0 * m * n * k
+            forward.add("gemm", times, multiply=times * last, flops=times * flops)
+            both = self._gemm(m, k, n) + self._gemm(k, n, m)
+            backward.add("gemm", 2 * times, multiply=times * both, flops=2 * times * flops)
 
         if eager_attention(layout, device):
-            attention.add("attention", 2, multiply=self._gemm(s, s, head, batch) + self._gemm(s, head, s, batch))
-            backward.add("attention", 4, multiply=self._gemm(s, s, head, batch) + 3 * self._gemm(s, head, s, batch))
+            by_keys, by_values = self._gemm(s, s, head, batch), self._gemm(s, head, s, batch)
+            whole = 2.0 * batch * s * s * head
+            attention.add("attention", 2, multiply=by_keys + by_values, flops=2 * whole)
+            backward.add("attention", 4, multiply=by_keys + 3 * by_values, flops=4 * whole)
         else:
-            flops = 2 * tokens * s * shape.queries / t  # both products, the half below the diagonal
-            flops *= 2 if shape.model == "bert" else 1  # a BERT attends to all positions
-            attention.add("attention", 1, multiply=flops / (device.peak_flops * device.attention_efficiency[0]))
-            backward.add("attention", 1, multiply=2.5 * flops / (device.peak_flops * device.attention_efficiency[1]))
+            whole = 2 * tokens * s * shape.queries / t  # both products, the half below the diagonal
+            whole *= 2 if shape.model == "bert" else 1  # a BERT attends to all positions
+            for work, count, reached in zip((attention, backward), (1, 2.5), device.attention_efficiency, strict=True):
+                took = count * whole / (device.peak_flops * reached)
+                work.add("attention", 1, multiply=took, flops=count * whole)
 
         eager, experts = eager_attention(layout, device), shape.experts > 0
         for kernel in of_layer(device.kernels, eager, shape.gated, shape.rotary, experts):
@@ -223,7 +233,7 @@ class StepModel:
             if layout.recompute == "full":
                 again.join(forward)
                 if stops_early(layout, device) and not experts:  # the sum over a token's experts needs all results
-                    again.add("gemm", -1, multiply=-last)
+                    again.add("gemm", -1, multiply=-last, flops=-flops)
         forward.join(attention)
         return forward, backward, again
 
@@ -247,7 +257,7 @@ class StepModel:
         if shape.model == "bert" and stage.last:  # the dense layer of masked tokens; what the pooler computes is b rows
             products += [(tokens, h, h), (tokens, h, h), (h, h, tokens)]
         for m, n, k in products:
-            work.add("logits", 1, multiply=self._gemm(m, n, k))
+            work.add("logits", 1, multiply=self._gemm(m, n, k), flops=2.0 * m * n * k)
         if self._on("elementwise"):
             size = device.element_bytes / 2
             for way, each in enumerate((4, 6) if stage.last else ()):

@@ -37,6 +37,19 @@ PIPELINE = ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_sta
 #: the training command's own values, for options that are not given
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTTrainConfig) if item.name in FAMILY + LAYOUT}
 MICRO_BATCH = 8
+#: the defaults of a prediction that differ from the training command's, in words; --plan searches the layout
+TOLD = {
+    "global_batch_size": "the preset's, or micro-batch-size * data-parallel size",
+    "tensor_model_parallel_size": "the preset's, or 1; --plan searches",
+    "context_parallel_size": "1; --plan searches",
+    "expert_model_parallel_size": "1; --plan searches",
+    "cp_comm_type": "a2a; --plan tries both",
+    "micro_batch_size": f"{MICRO_BATCH}; --plan searches",
+    "recompute_granularity": "the preset's, or none; --plan searches",
+    "sequence_parallel": "no; --plan searches",
+    "use_distributed_optimizer": "no; --plan searches",
+    "overlap_grad_reduce": "the cluster's",
+}
 
 
 def add_options(options: OneLineParser) -> None:
@@ -63,7 +76,7 @@ def add_options(options: OneLineParser) -> None:
     )
     add("--num-layers-per-virtual-pipeline-stage", type=int, valid=COUNT, metavar="N",
         help="interleave: each stage has several chunks of so many layers (default: one chunk)")  # fmt: skip
-    add_some(options, GPTTrainConfig, FAMILY + LAYOUT)
+    add_some(options, GPTTrainConfig, FAMILY + LAYOUT, TOLD)
     options.set_defaults(**dict.fromkeys(LAYOUT))
 
 

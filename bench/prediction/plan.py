@@ -198,7 +198,7 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
     shown = fitting[:top] + others[: max(3, top - len(fitting))]
     yield (
         "| tensor | context | data | pipeline | micro-batch | recompute | sequence parallel | ZeRO-1 | s a step "
-        "| TFLOP/s | waiting | bubble | memory, GB | why not |"
+        "| TFLOP/s computed | waiting | bubble | memory, GB | why not |"
     )
     yield "|---:|---|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---|"
     for one in shown:
@@ -210,7 +210,7 @@ def table(candidates: list[Candidate], top: int) -> Iterator[str]:
         sequence, zero1 = ("yes" if on else "no" for on in (layout.sequence_parallel, layout.zero1))
         memory, experts = step.memory_total / 1e9, step.memory.get("experts and their optimizer", 0) / 1e9
         yield (
-            f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.flops_per_device)} "
+            f"| {split} | {sequence} | {zero1} | {step.total:.3f} | {tflops(step.computed_per_device)} "
             f"| {100 * step.communication:.0f}% | {100 * step.seconds.get('bubble', 0) / step.total:.0f}% "
             f"| {memory:.1f}{f', {experts:.1f} of them experts' if experts else ''} | {one.why or '**fastest**'} |"
         )

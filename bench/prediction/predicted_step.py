@@ -10,10 +10,12 @@ class PredictedStep:
     """A predicted step.
 
     seconds: seconds per part, without hidden communication. hidden: seconds of the gradients' reduction that run beside
-    the backward. memory: bytes of a device per part. flops: FLOPs of all devices, including recomputation.
-    fullest: the stage that needs most memory, which ``memory`` is. The parts of a pipeline's step are those of its
-    busiest stage, with "bubble" and "pipeline_communication", which it waits for other stages and for messages.
-    "context_communication" is there if ranks share sequences.
+    the backward. memory: bytes of a device per part. flops: FLOPs of all devices as Megatron-LM counts them, with
+    recomputation and with the whole square of causal attention. computed: those of the products that the kernels
+    compute; of causal attention's square a fused kernel computes a half. fullest: the stage that needs most memory,
+    which ``memory`` is. The parts of a pipeline's step are those of its busiest stage, with "bubble" and
+    "pipeline_communication", which it waits for other stages and for messages. "context_communication" is there if
+    ranks share sequences.
     """
 
     seconds: dict[str, float]
@@ -22,6 +24,7 @@ class PredictedStep:
     flops: float
     ranks: int
     fullest: int = 0
+    computed: float = 0.0
 
     @property
     def total(self) -> float:
@@ -30,8 +33,13 @@ class PredictedStep:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of a device."""
+        """FLOP/s of a device as Megatron-LM counts them, which may be more than a device can compute."""
         return self.flops / self.total / self.ranks
+
+    @property
+    def computed_per_device(self) -> float:
+        """FLOP/s that a device computes."""
+        return self.computed / self.total / self.ranks
 
     @property
     def communication(self) -> float:

@@ -30,8 +30,9 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
         f"{', sequence parallel' if layout.sequence_parallel else ''}"
         f"{', distributed optimizer' if layout.zero1 else ''}",
         "",
-        f"- step: {step.total:.3f} s; {tflops(step.flops_per_device)} TFLOP/s a device, "
-        f"{100 * step.flops_per_device / cluster.device.peak_flops:.0f}% of peak (recomputed FLOPs included)",
+        f"- step: {step.total:.3f} s; {tflops(step.computed_per_device)} TFLOP/s a device are computed, "
+        f"{100 * step.computed_per_device / cluster.device.peak_flops:.0f}% of peak; Megatron-LM would count "
+        f"{tflops(step.flops_per_device)}, with causal attention's whole square (both with recomputed FLOPs)",
         f"- scaling efficiency: {100 * efficiency:.0f}% of the same model and micro-batches on one device, did it fit",
         f"- communication that is waited for: {100 * step.communication:.1f}% of the step"
         + (f"; hidden under backward: {1e3 * step.hidden:.0f} ms" if step.hidden else ""),
@@ -107,6 +108,7 @@ def calibration(cluster: Cluster) -> str:
 def numbers_of(step: PredictedStep) -> dict[str, Any]:
     """The numbers of a step for --json."""
     return {
-        "step_s": step.total, "flops_per_device": step.flops_per_device, "communication_share": step.communication,
+        "step_s": step.total, "flops_per_device": step.flops_per_device,
+        "computed_flops_per_device": step.computed_per_device, "communication_share": step.communication,
         "seconds": step.seconds, "hidden_s": step.hidden, "memory_bytes": step.memory,
     } | ({"fullest_stage": step.fullest} if "bubble" in step.seconds else {})  # fmt: skip

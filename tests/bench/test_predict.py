@@ -13,6 +13,7 @@ from bench import predict
 from bench.clusters import cluster
 from bench.prediction import group_cost, kernels, model_cost, paper, plan, step_report
 from bench.prediction.layout import MODELS, Layout
+from bench.prediction.options import MICRO_BATCH
 from commengine import UsageError, cost
 from commengine.cost import TransformerShape
 from trainers import presets
@@ -108,9 +109,9 @@ def test_ring_seconds_by_hand():
     inside = group_cost.ring_seconds(DGX_2H, "all_reduce", 50e6, 8, 8, 1)
     assert inside == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 50e6 / 120e9)
     shared = group_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 2, 8)
-    assert shared == pytest.approx(8.4e-6 + 64 * 3.4e-6 + 62 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 12e9)
+    assert shared == pytest.approx(8.4e-6 + 63 * 3.4e-6 + 63 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 12e9)
     lone = group_cost.ring_seconds(DGX_2H, "all_reduce", 2e9, 64, 16, 1)
-    assert lone == pytest.approx(8.4e-6 + 120 * 3.4e-6 + 6 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 96e9)
+    assert lone == pytest.approx(8.4e-6 + 118 * 3.4e-6 + 8 * 9.6e-6 + 2 * 63 / 64 * 2e9 / 96e9)
     fitted = cost.FittedModel.from_json(
         {"collectives": {"all_reduce": [{"ranks": 2, "from_bytes": 0, "alpha": 1, "beta": 1}]}}
     )
@@ -379,6 +380,71 @@ def test_recomputation_is_the_trainers_unless_it_is_given(tmp_path):
 )
 def test_rates_have_three_significant_digits(rate, text):
     assert step_report.tflops(rate) == text
+
+
+def simulated(operation, ranks, members, inside, between):
+    """The seconds of messages without bytes, rank by rank: each waits for a message before it sends the next one."""
+
+    def message(source, target):
+        return inside if source // members == target // members else between
+
+    done = [0.0] * ranks
+    steps = {"all_reduce": 2 * (ranks - 1), "sendrecv": 1}.get(operation, ranks - 1)
+    for step in range(1, steps + 1):
+        apart = step if operation == "all_to_all" else 1
+        arrived = [done[(rank - apart) % ranks] + message((rank - apart) % ranks, rank) for rank in range(ranks)]
+        done = [max(before, now) for before, now in zip(done, arrived, strict=True)]
+    return max(done)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "sendrecv"])
+def test_the_latency_of_a_ring_over_nodes_is_that_of_its_messages(operation):
+    """1 to 8 nodes of 1 to 9 ranks, the last one full or not: n nodes have n links between them."""
+    links = {"inside": cost.Link(10e-6, 0.0), "between": cost.Link(100e-6, 0.0)}
+    machine = replace(DGX_2H, base=0.0, machine=replace(DGX_2H.machine, **links))
+    for nodes, members in itertools.product(range(1, 9), range(1, 10)):
+        for ranks in {nodes * members, (nodes - 1) * members + (members + 1) // 2}:
+            if ranks > 1:
+                found = group_cost.ring_seconds(machine, operation, 0.0, ranks, members, 1)
+                wanted = simulated(operation, ranks, min(members, ranks), 10e-6, 100e-6)
+                assert found == pytest.approx(wanted, rel=0.01), (nodes, members, ranks)
+    if operation in ("all_reduce", "all_gather"):
+        assert group_cost.ring_seconds(machine, operation, 0.0, 8, 4, 1) == pytest.approx(
+            {"all_reduce": 500e-6, "all_gather": 250e-6}[operation]
+        )
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "amd-epyc"])
+def test_no_device_computes_more_than_its_rates_allow(name):
+    """Long causal sequences, on which Megatron-LM's count has twice the FLOPs of attention that are computed."""
+    found = cluster.load(name)
+    sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocab": 51200}
+    for perfect in (False, True):
+        if perfect:
+            ideal = found.device.model_copy(update={"gemm_efficiency": 1.0, "attention_efficiency": (1.0, 1.0)})
+            found = replace(found, calibration=None, base=0.0, device=ideal)
+        device = found.device
+        most = device.peak_flops * max(device.gemm_efficiency, *device.attention_efficiency)
+        for length, recompute, stages in itertools.product((2048, 32768), ("none", "full"), (1, 2)):
+            seq, shape = length, TransformerShape(seq=length, **sizes)
+            layout = Layout(tensor=4, pipeline=stages, micro_batch=1, micro_batches=4, recompute=recompute)
+            step = model_cost.predict(shape, layout, found)
+            assert 0 < step.computed_per_device <= most
+            h, tokens = 4096, 4 * seq
+            layers = 8 * (24 * h * h + 2 * h * seq)  # a token's products forward, of attention the half
+            backward = 8 * (48 * h * h + 5 * h * seq)  # with attention's scores once more
+            again = layers if recompute == "full" else 0
+            ends = 6 * h * 51200
+            assert step.computed == pytest.approx(tokens * (layers + backward + again + ends), rel=0.06)
+            if seq == 32768:
+                assert step.flops_per_device > 1.1 * step.computed_per_device  # Megatron-LM's count
+
+
+def test_help_names_the_defaults_that_count(capsys, monkeypatch):
+    text = " ".join(predict.parser().format_help().split())
+    for option, default in (("MICRO_BATCH_SIZE", f"{MICRO_BATCH}; --plan searches"), ("CP_COMM_TYPE", "a2a;")):
+        assert default in text.split(f"{option} ")[-1][:260] or f"(default: {default}" in text
+    assert "(default 1)" not in text.split("--micro-batch-size")[-1][:200] and "the cluster's" in text
 
 
 # ---- machines
