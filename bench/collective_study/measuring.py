@@ -6,7 +6,7 @@ A row of the JSON, which bench.study --only fit reads, has these keys:
   nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests'); of an operation with numbers
   of rows its skew (bench/transports/skew.py)
 - of the times: iterations, converged (false: the time was up), seconds {p50, p95, p99, min, max, mean} on the slowest
-  rank, ci [low, high] of the median, algbw and busbw of the median in bytes per second
+  rank, ci [low, high] of the median (null of fewer than six calls), algbw and busbw of the median in bytes per second
 - state: of the machine, "state 1" and so on, if there was more than one (bench/timing/states.py)
 - wrong: the wrong elements of all ranks
 - start_skew: {p50, max} of the seconds between the first and the last rank's start of a call, and the uncertainty of
@@ -169,7 +169,8 @@ def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> 
     return {
         "operation": call.operation, "transport": transport, "group": group, "ranks": call.ranks,
         "dtype": "none" if call.operation == "barrier" else str(call.dtype).removeprefix("torch."),
-        "redop": call.redop, "root": call.root, "in_place": in_place, "bytes": call.nbytes, "count": call.count,
+        "redop": call.redop, "root": call.root, "in_place": in_place, "bytes": call.nbytes,
+        "count": call.largest if call.operation == "all_to_all_v" else call.count,
         **({"skew": call.skew} if call.skew else {}),
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.conformance.checks import ask
 from bench.conformance.operator import Operator
+from commengine import UsageError
 from commengine.errors import one_line
 
 #: by the names of libraries, the modules that make operators of them
@@ -46,6 +47,9 @@ def main() -> None:
 
         try:
             operators = found(task, MPI.COMM_WORLD)
+        except UsageError as error:
+            say(problem=one_line(str(error)))
+            return
         except Exception as error:
             say(problem=one_line(f"{type(error).__name__}: {error}"))
             return
@@ -62,12 +66,18 @@ def main() -> None:
 
 
 def found(task: dict[str, Any], mpi: Any) -> list[Operator]:
-    """The operators of the task's module. Raises ValueError for names that it does not have."""
-    operators: list[Operator] = list(load(task["module"]).operators(mpi.Dup()))
+    """The operators of the task's module. Raises UsageError if it makes none, and for names that it does not have."""
+    make = getattr(load(task["module"]), "operators", None)
+    if not callable(make):
+        raise UsageError('it has no function "operators(comm)", which returns a list of operators')
+    made = make(mpi.Dup())
+    operators: list[Operator] = list(made) if isinstance(made, Iterable) else []
+    if not operators or not all(isinstance(one, Operator) for one in operators):
+        raise UsageError("operators(comm) must return a list of bench.conformance.operator.Operator, at least one")
     names = [operator.name for operator in operators]
     wanted = task["operators"] or names
     if unknown := [name for name in wanted if name not in names]:
-        raise ValueError(f"--operators {unknown[0]}: {task['module']} has none of this name; it has {', '.join(names)}")
+        raise UsageError(f"--operators {unknown[0]}: {task['module']} has none of this name; it has {', '.join(names)}")
     return [operator for operator in operators if operator.name in wanted]
 
 

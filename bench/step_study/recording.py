@@ -207,6 +207,8 @@ def read(folder: Path) -> dict[str, Any]:
     for path in paths:
         with fault_in(f"{path}: not a trace of one rank", 300):
             lines = read_json_lines(path)
+            if not lines:
+                raise ValueError("the file is empty")
             if lines[0]["format"] not in (1, FORMAT):
                 raise ValueError(f"format {lines[0]['format']}; this version reads 1 and {FORMAT}")
             head = checked(_Head, lines[0])
@@ -282,6 +284,14 @@ def _check_rows(call: RecordedCall) -> None:
         raise ValueError(f"{call.operation} of {list(call.shape)} has rows {[list(one) for one in call.rows]}")
 
 
+def _check_times(call: RecordedCall) -> None:
+    """Raise ValueError if a time of the call is before one that it follows."""
+    for first, then in (("enqueue", "end"), ("start", "end"), ("wait_start", "wait_end")):
+        before, after = getattr(call, first), getattr(call, then)
+        if before is not None and after is not None and after < before:
+            raise ValueError(f"{call.operation}: its {then} {after} is before its {first} {before}")
+
+
 def _calls(where: str, events: list[Any], groups: dict[str, int]) -> Iterator[RecordedCall]:
     for number, data in enumerate(events):
         with fault_in(f"{where}, event {number}"):
@@ -302,4 +312,5 @@ def _calls(where: str, events: list[Any], groups: dict[str, int]) -> Iterator[Re
                 _check_rows(call)
             if call.operation != "barrier" and not isinstance(getattr(torch, call.dtype, None), torch.dtype):
                 raise ValueError(f"dtype {call.dtype!r} is none of torch's")
+            _check_times(call)
             yield call

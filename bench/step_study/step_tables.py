@@ -22,8 +22,8 @@ TIMES = ("seconds", "skew", "exposed")
 def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
     """A row for each part, phase, group and kind of collective, with each rank's sums over each step, in seconds.
 
-    bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first rank that has the collective),
-    without skew, as nccl-tests defines them; the median over the steps of the sum over a step.
+    bytes: of one collective. algbw, busbw: bytes per second on rank 0 (or the first rank that has the collective), as
+    nccl-tests defines them, of the medians over the steps of its time and skew, which the table shows.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rank, steps in enumerate(ranks):
@@ -47,9 +47,10 @@ def collective_rows(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def _bandwidth(nbytes: int, times: dict[str, list[float]]) -> float:
-    """Bytes per second without skew: the median over the steps."""
-    transfers = (seconds - skew for seconds, skew in zip(times["seconds"], times["skew"], strict=True))
-    return statistics.median(nbytes / transfer if transfer > 0 else 0.0 for transfer in transfers)
+    """Bytes per second without skew, of the median time and the median skew; 0 if all of the time is skew."""
+    of_row = _medians(times)
+    transfer = of_row["seconds"] - of_row["skew"]
+    return nbytes / transfer if transfer > 0 else 0.0
 
 
 def _bus_factor(operation: str, ranks: int) -> float:

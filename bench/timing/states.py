@@ -143,7 +143,12 @@ class States:
     def lines(self) -> list[str]:
         """What was seen, for the head of a table."""
         if not self.known:
-            return ["- states of the machine: not told apart, because the ranks have no cores of their own on one node"]
+            alone = (
+                "one rank sends no messages"
+                if self._comm.size == 1
+                else "the ranks have no cores of their own on one node"
+            )
+            return [f"- states of the machine: not told apart, because {alone}"]
         shown = self.shown()
         turns = sum(len(state.probes) for number, state in enumerate(self.all) if number not in self._part_of)
         names = name_states(shown)

@@ -87,7 +87,7 @@ class CollectiveCall:
     count: nccl-tests' count: the elements of the buffer, or of a rank's part if the operation splits or joins. redop:
     "none" if nothing is reduced. root: -1 if there is none. A sendrecv sends to the next rank of a ring. A send goes
     one way: from each rank of the first half to one of the second half, which receives. skew: of an operation in
-    UNEVEN (bench/transports/skew.py); its count is that of the largest buffer over the ranks.
+    UNEVEN (bench/transports/skew.py); the largest buffer over the ranks has about ``count`` elements (`largest`).
     """
 
     operation: str
@@ -118,10 +118,17 @@ class CollectiveCall:
         """The elements of the larger of a rank's two buffers."""
         return self.count * (self.ranks if self.operation in SPLIT else 1)
 
+    @cached_property
+    def largest(self) -> int:
+        """The elements of the largest buffer of a rank, which of an all_to_all_v follow from whole rows."""
+        if self.operation != "all_to_all_v":
+            return self.whole
+        return max(max(sum(self.to(rank)), sum(self.fro(rank))) for rank in range(self.ranks))
+
     @property
     def nbytes(self) -> int:
-        """nccl-tests' size: the bytes of the larger buffer."""
-        return self.whole * self.dtype.itemsize
+        """nccl-tests' size: the bytes of the largest buffer."""
+        return self.largest * self.dtype.itemsize
 
     @property
     def bus_factor(self) -> float:
@@ -129,7 +136,7 @@ class CollectiveCall:
         if self.operation == "barrier":
             return 0.0
         if self.operation == "all_to_all_v":
-            return cost.busiest(self.rows) / self.whole
+            return cost.busiest(self.rows) / self.largest
         if self.operation == "all_gather_v":
             return 1 - min(map(sum, self.rows)) / self.whole
         return cost.bus_factor(FACTOR_OF.get(self.operation, self.operation), self.ranks)

@@ -62,13 +62,13 @@ def _recorded(path: Path, ranks: int) -> list[list[float]]:
 
 
 def matrix(name: str, ranks: int, largest: int) -> Matrix:
-    """The elements that each rank sends to each rank, so that the largest buffer of a rank has ``largest``.
+    """The elements that each rank sends to each rank, so that the largest buffer of a rank has about ``largest``.
 
-    Each rank sends equally many elements; the ranks of the popular experts receive more.
+    Each rank sends equally many elements, at least one; the ranks of the popular experts receive more.
     """
     split = shares(name, ranks)
     widest = max(1.0, *(sum(row[rank] for row in split) for rank in range(ranks)))
-    return of_tokens(name, ranks, int(largest / widest))
+    return of_tokens(name, ranks, max(1, int(largest / widest)))
 
 
 def of_tokens(name: str, ranks: int, each: int) -> Matrix:

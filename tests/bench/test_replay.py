@@ -149,7 +149,9 @@ def test_a_replay_that_differs_from_its_recording_is_an_error(other, tmp_path):
     [
         (lambda f: shutil.rmtree(f), "not a recording: there is no rank-0.jsonl"),
         (lambda f: (f / "rank-1.jsonl").unlink(), "there are traces of 2 ranks, and none of rank 1"),
-        (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank"),
+        (lambda f: (f / "rank-1.jsonl").write_text(""), "rank-1.jsonl: not a trace of one rank: the file is empty"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, start=5.0, end=1.0)]), "its end 1.0 is before its start"),
+        (lambda f: write(f, lambda r: [event("all_reduce", r, enqueue=9.0)]), "is before its enqueue 9.0"),
         (lambda f: (f / "rank-1.jsonl").write_text('{"format": 3}\n'), "format 3; this version reads 1 and 2"),
         (lambda f: (f / "rank-2.jsonl").unlink(), "group 'all' has rank 2, and there are traces of 2 ranks only"),
         (lambda f: write(f, lambda r: [event("all_reduce", r)] * (2 - (r == 1))), "ranks 0 and 1 .* 2 and 1 calls"),

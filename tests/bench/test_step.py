@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -325,6 +326,17 @@ def test_skew_ends_when_the_last_rank_begins():
     (row, *_) = step_tables.collective_rows([ranks[0]])
     assert row["algbw"] == 2 * 8 / 2.0 == row["busbw"]  # of two ranks; 4 seconds, of them 2 of skew
     assert step_tables.summary(ranks)["communicating"] == [[8.0], [4.0], [1.5]]
+
+
+def test_a_bandwidth_follows_from_the_time_and_the_skew_of_its_row():
+    """Three steps: the median time is of one, the median skew of another."""
+    steps = [
+        TracedStep(0.0, 10.0, (), (an_event(0.0, spent, skew=skew),), False)
+        for spent, skew in ((4.0, 0.5), (6.0, 1.0), (9.0, 8.0))
+    ]
+    (row,) = step_tables.collective_rows([steps])
+    times = row["of_ranks"]["0"]
+    assert row["algbw"] == 8 / (median(times["seconds"]) - median(times["skew"])) == 8 / 5
 
 
 def test_exposed_is_what_the_caller_waited_for_while_it_ran():

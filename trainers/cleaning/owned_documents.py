@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from commengine import Communicator
 from commengine.rank_zero import on_every_rank
+from trainers.data.text_files import AsWritten
 
 from .documents import EXAMPLES, Document, StageCount, text_hash
 from .exchange import Numbering, exchange, split_by
@@ -58,11 +59,17 @@ class SpillFile:
 
 
 def row_line(row: dict[str, Any]) -> bytes:
-    """A row as a line of JSON, newline included."""
+    """A row as a line of JSON, newline included. A value that is `AsWritten` stays so."""
+
+    def line(**how: bool) -> bytes:
+        pairs = ((json.dumps(key, **how), one if isinstance(one, AsWritten) else json.dumps(one, **how))
+                 for key, one in row.items())  # fmt: skip
+        return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}\n".encode()
+
     try:
-        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # a value beside the text spells half of a surrogate pair
-        return (json.dumps(row) + "\n").encode()
+        return line(ensure_ascii=False)
+    except UnicodeEncodeError:  # a key spells half of a surrogate pair
+        return line()
 
 
 def chunks(sizes: Array, limit: int) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from json.decoder import scanstring
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -46,12 +47,16 @@ def is_json_lines(path: str | os.PathLike[str]) -> bool:
 def read_text(path: str | os.PathLike[str]) -> Iterator[TextPiece]:
     """The whole file as one document, character for character (a byte-order mark aside).
 
-    Raises TextFileError if it is not UTF-8, OSError if it cannot be read.
+    Raises TextFileError if it is not UTF-8 or its lines end with CR alone, OSError if it cannot be read.
     """
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
         try:
             block = file.read(BLOCK)
+            if fault := _no_lines(block):
+                raise TextFileError(f"{os.fspath(path)}: {fault}")
             while block:
+                if "\0" in block:
+                    raise TextFileError(f"{os.fspath(path)}: {_ZERO}")
                 following = file.read(BLOCK)
                 yield TextPiece(block, not following, len(block.encode()))
                 block = following
@@ -85,9 +90,11 @@ def read_paragraphs(path: str | os.PathLike[str], begin: int = 0, end: int | Non
 
 
 def read_rows(
-    path: str | os.PathLike[str], key: str, begin: int = 0, end: int | None = None
+    path: str | os.PathLike[str], key: str, begin: int = 0, end: int | None = None, *, written: bool = False
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """(The object, its bytes) of each line that begins in these bytes and is not blank. It has text under ``key``.
+
+    written: the other values are `AsWritten`.
 
     Raises TextFileError, with the line's number, for any other line, and OSError if the file cannot be read.
     """
@@ -96,7 +103,8 @@ def read_rows(
             return
         if line.strip():
             try:
-                yield json_row("", line, key), length
+                row = json_row("", line, key)
+                yield ({**as_written("", line), key: row[key]} if written and len(row) > 1 else row), length
             except TextFileError as error:
                 raise _at_line(path, at, str(error)) from error
 
@@ -142,6 +150,43 @@ def json_row(where: str, line: str, key: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
         raise TextFileError(f"{where}: {key!r} is not valid Unicode: {error.reason}") from error
     return row
+
+
+class AsWritten(str):
+    """A value as it is spelled in JSON: 1e400 and 1E2 are other texts than what floats of Python make of them."""
+
+
+def as_written(where: str, line: str) -> dict[str, Any]:
+    """The values of a line that holds an object of JSON, by its keys, as they are spelled.
+
+    where: begins the message of the TextFileError that NaN and Infinity raise, which are no JSON.
+    """
+    found: dict[str, Any] = {}
+    at = _past_space(line, line.index("{") + 1)
+    try:
+        while line[at] != "}":
+            key, at = scanstring(line, at + 1)
+            begin = _past_space(line, _past_space(line, at) + 1)
+            _, at = _SPELLED.scan_once(line, begin)
+            found[key] = AsWritten(line[begin:at])
+            at = _past_space(line, at)
+            at = _past_space(line, at + 1) if line[at] == "," else at
+    except ValueError as error:
+        raise TextFileError(f"{where}: not JSON: {error}") from error
+    return found
+
+
+def _past_space(line: str, at: int) -> int:
+    while line[at] in " \t\n\r":
+        at += 1
+    return at
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is a number of no JSON")
+
+
+_SPELLED = json.JSONDecoder(parse_constant=_refuse)
 
 
 def cut(pieces: Iterable[TextPiece], target: int = BLOCK) -> Iterator[TextPiece]:
@@ -211,8 +256,22 @@ def _lines(path: str | os.PathLike[str], begin: int = 0) -> Iterator[tuple[int, 
                 text = raw.decode("utf-8-sig" if at == 0 else "utf-8")
             except UnicodeDecodeError as error:
                 raise _at_line(path, at, f": not UTF-8 text: {error.reason}") from error
+            if "\0" in text:
+                raise _at_line(path, at, f": {_ZERO}")
+            if at == 0 and (fault := _no_lines(text)):
+                raise TextFileError(f"{os.fspath(path)}: {fault}")
             yield at, len(raw), text
             at += len(raw)
+
+
+#: text in UTF-16 or UTF-32 without a mark is UTF-8, too, if it is ASCII: with zero bytes
+_ZERO = "has zero bytes: text must be UTF-8, and this may be UTF-16; iconv -f UTF-16LE -t UTF-8 converts it"
+
+
+def _no_lines(text: str) -> str:
+    """What is wrong with a text, or the beginning of one, whose lines end with CR alone; "" if they do not."""
+    alone = "\r" in text.rstrip("\r") and "\n" not in text
+    return "its lines end with CR alone, as on old computers; tr '\\r' '\\n' converts it" if alone else ""
 
 
 def _readline(file: BinaryIO, path: str | os.PathLike[str], at: int) -> bytes:

@@ -75,9 +75,12 @@ class TextInput:
         return text_files.read_text(path)
 
     def rows(self, path: str, begin: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
-        """The same documents as JSON objects, with what stands beside the text; those of blank text are left out."""
+        """The same documents as JSON objects, with what stands beside the text, as it is written (`AsWritten`).
+
+        Those of blank text are left out.
+        """
         if text_files.is_json_lines(path):
-            yield from (row for row, _ in text_files.read_rows(path, self.json_key, begin, end))
+            yield from (row for row, _ in text_files.read_rows(path, self.json_key, begin, end, written=True))
             return
         for piece in text_files.whole(self.pieces(path, begin, end)):
             if piece.text.strip():

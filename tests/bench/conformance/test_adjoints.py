@@ -9,6 +9,7 @@ from bench.conformance.adjoints import main
 from bench.conformance.adjoints_page import cell, page
 from bench.conformance.checks import CHECKS
 from bench.conformance.jobs import Answer
+from commengine import UsageError
 from tests.support import mpirun
 
 FAULTY = "tests/jobs/faulty_operators.py"
@@ -139,3 +140,23 @@ def test_the_page_names_ranks_where_answers_differ():
     lines = page(answers, ["gradient"], {"mpi4torch": "not installed"})
     assert "| f | yes (2); hangs (3) |" in lines and "| f | gradient | hangs | 3 |  |" in lines
     assert lines[-3:] == ["## mpi4torch", "", "Not asked: not installed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", 'it has no function "operators'), ("operators = 3", 'it has no function "operators'),
+        ("def operators(comm): return None", "must return a list of"),
+        ("def operators(comm): return [3]", "must return a list of"),
+        ("def operators(comm): return []", "at least one"),
+        (OWN, "--operators nosuch: .* has none of this name; it has sum"),
+    ],
+)  # fmt: skip
+def test_a_file_without_operators_is_one_clear_error(text, message, tmp_path):
+    from mpi4py import MPI
+
+    from bench.conformance.job import found
+
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        found({"module": str(tmp_path / "mine.py"), "operators": ["nosuch"]}, MPI.COMM_SELF)

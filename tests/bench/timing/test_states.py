@@ -26,6 +26,12 @@ def states(*times):
     return made
 
 
+def test_one_rank_is_told_why_it_has_no_states():
+    assert States(MPI.COMM_SELF).lines() == [
+        "- states of the machine: not told apart, because one rank sends no messages"
+    ]
+
+
 def test_turns_are_counted_for_their_state():
     """Small changes are the same state, whose centre follows; the names go from the fastest on."""
     seen = states(1.4, 1.45, 1.38, 1.05, 1.05, 1.06, 1.06)

@@ -212,6 +212,14 @@ def note(folder, **args):
     path.write_text(json.dumps(data))
 
 
+def lasts(folder, microseconds):
+    """Let all events of rank 0 take so long."""
+    path = folder / "host_9.pt.trace.json"
+    data = json.loads(path.read_text())
+    data["traceEvents"] = [one | {"dur": microseconds} for one in data["traceEvents"]]
+    path.write_text(json.dumps(data))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -229,8 +237,10 @@ def note(folder, **args):
         (lambda f: note(f, **{"Process Group Ranks": "[1, 2]"}), "rank 0, all_gather: the rank is not in '1 "),
         (lambda f: note(f, **{"Process Group Ranks": "[0, 77]"}), "its group has the ranks .0, 77."),
         (lambda f: note(f, **{"Process Group Ranks": "", "Process Group Name": "x"}), "ranks of its group 'x' of 2"),
+        (lambda f: lasts(f, -5.0), "rank 0, event 0: .*: its end .* is before its enqueue"),
+        (lambda f: lasts(f, float("nan")), "rank 0, event 0: "),
     ],
-    ids=range(14),
+    ids=range(16),
 )  # fmt: skip
 def test_damaged_profiles_are_named(damage, message, profiles):
     damage(profiles)

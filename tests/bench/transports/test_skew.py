@@ -24,6 +24,16 @@ def test_each_rank_sends_as_much_and_the_popular_experts_rank_receives_most(name
         assert sum(skew.parts(name, ranks, largest)) == largest
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("name", skew.NAMES)
+def test_the_size_of_a_call_is_its_largest_buffer(name, ranks):
+    for nbytes in (1, 16, 100, 4096, 100_000):
+        call = CollectiveCall.of("all_to_all_v", torch.float32, "none", 0, ranks, nbytes, name)
+        buffers = [sum(call.to(rank)) for rank in range(ranks)] + [sum(call.fro(rank)) for rank in range(ranks)]
+        assert call.nbytes == 4 * max(buffers) > 0 and 0 <= call.bus_factor <= 1
+    assert CollectiveCall.of("all_to_all_v", torch.float32, "none", 0, 2, 16, "hot").nbytes == 8
+
+
 def test_half_of_all_rows_go_to_a_hot_expert():
     experts = 8
     (share, _), _ = skew.shares("hot", 2)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainers.cleaning.owned_documents import SpillFile, chunks, row_line
+from trainers.data.text_files import AsWritten
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -45,3 +46,5 @@ def test_rows_keep_what_stands_beside_the_text():
     row = {"id": 7, "text": "é\n", "meta": {"half": "\ud800"}}
     assert row_line(row).count(b"\n") == 1 and json.loads(row_line(row)) == row
     assert row_line({"text": "é"}) == '{"text": "é"}\n'.encode()
+    spelled = {"n": AsWritten("1e400"), "text": "é", "m": AsWritten("[1E2, -0]")}
+    assert row_line(spelled) == '{"n": 1e400, "text": "é", "m": [1E2, -0]}\n'.encode()

@@ -18,6 +18,7 @@ from trainers.data.text_files import (
     read_json_lines,
     read_lines,
     read_paragraphs,
+    read_rows,
     read_text,
     sentences,
     whole,
@@ -119,6 +120,44 @@ def test_text_in_another_encoding(tmp_path: Path) -> None:
         list(read_text(tmp_path / "a.txt"))
     with pytest.raises(TextFileError, match=r"a\.txt: line 1: not UTF-8"):
         list(read_paragraphs(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_utf_16_without_a_mark_and_lines_that_end_with_cr_alone_are_named(
+    encoding: str, name: str, tmp_path: Path
+) -> None:
+    """ASCII in UTF-16 is UTF-8 with zero bytes, and old computers' text has one line."""
+    path = tmp_path / name
+    reads: list[Callable[[Path], Iterator[object]]] = [
+        read_text, read_paragraphs, lambda path: read_json_lines(path, "text"), lambda path: read_lines(path, "text")
+    ]  # fmt: skip
+    lines = '{"text": "one"}\n{"text": "two"}\n'
+    for content, words in (
+        (("x" * 20_000 + lines).encode(encoding), "has zero bytes: text must be UTF-8, and this may be UTF-16"),
+        (lines.replace("\n", "\r").encode(), "its lines end with CR alone"),
+    ):
+        path.write_bytes(content)
+        for read in reads:
+            with pytest.raises(TextFileError, match=words):
+                list(read(path))
+    for kept in (lines, lines.replace("\n", "\r\n"), "a\rb\nc", '{"text": "a\\u0000b"}', "one\r"):
+        path.write_bytes(kept.encode())
+        assert texts(list(read_text(path))) == [kept]
+
+
+def test_values_beside_the_text_are_as_they_are_spelled(tmp_path: Path) -> None:
+    line = ' {"a" : 1E2, "text": "caf\\u00e9", "b":1e400 , "c": [ -0, {"x,}": "\\ud800\\"]"} ], "\\u0064": null}'
+    (tmp_path / "a.jsonl").write_text(f"{line}\n")
+    ((row, _),) = read_rows(tmp_path / "a.jsonl", "text", written=True)
+    assert row == {
+        "a": "1E2", "text": "café", "b": "1e400", "c": '[ -0, {"x,}": "\\ud800\\"]"} ]', "d": "null"
+    }  # fmt: skip
+    for number in ("NaN", "-Infinity", "[Infinity]"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{{"text": "x", "n": {number}}}\n')
+        with pytest.raises(TextFileError, match=r"a\.jsonl: line 2: not JSON: -?\w+ is a number of no JSON"):
+            list(read_rows(tmp_path / "a.jsonl", "text", written=True))
+        assert len(list(read_json_lines(tmp_path / "a.jsonl", "text"))) == 2  # who takes the text alone takes it
 
 
 def in_blocks(text: str, size: int) -> list[TextPiece]:
