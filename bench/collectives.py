@@ -8,7 +8,8 @@ Size, count, algorithm bandwidth and bus bandwidth are defined as in nccl-tests,
 size all transports alternate, in place and out of place (bench/timing/sampling.py). If the machine has several states,
 each has its own rows (bench/timing/states.py). The ranks begin each call together: inside a node after MPI's barrier,
 between nodes at an agreed time of their clocks (bench/timing/starting.py). A call's time is that of its slowest rank.
-If several groups run at the same time, the slowest group is reported. The exit status is 1 if a result was wrong.
+If several groups run at the same time, the slowest group is reported. The file of --json is written as rows come, with
+"complete": false, so that a command that is stopped keeps them. The exit status is 1 if a result was wrong.
 
 Transports: engine (the Communicator's operations), mpi4py (without the engine), shared (the engine on tensors of
 Communicator.empty), stream (the engine on a stream, to the end of the wait), nccl and staged (the engine on a GPU; not
@@ -35,7 +36,6 @@ Four parts have options of their own, which --help tells:
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -45,12 +45,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.collective_study import bridge, experts, overhead, set_up, switch_points
-from bench.collective_study.measuring import measure_call, place_of
+from bench.collective_study.measuring import GroupSetup, measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
 from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import UNCONVERGED, compare, draw, table, write_csv
-from bench.command.files import add_files
+from bench.command.files import Kept, add_files, write_json, write_unfinished
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser, part_alone
 from bench.command.start import progress, run_on_ranks
@@ -218,30 +218,45 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
                 printed.append(text)
                 bar.write(f"{text}\n", file=sys.stdout)
 
+            def so_far() -> dict[str, Any]:
+                shown = compare(of_shown_states([*rows, *found], place.states), chosen.over)
+                return result_of(surroundings, world.size, place, shown, skipped)
+
+            kept = Kept(lambda: write_unfinished(chosen.json, so_far()))
             for number, calls in enumerate(kinds):
                 random.Random(number).shuffle(calls)
-                found = []
+                found: list[dict[str, Any]] = []
                 for index, call in enumerate(calls):
                     bar.set_description(f"{call.operation} {call.nbytes} B")
                     new, refused = measure_call(place, call, transports, chosen.variants, index)
                     found += new
                     skipped += refused
+                    on_rank_zero(world, kept)
                     bar.update()
                 if found:  # by the states that have been seen so far
                     show(table(compare(of_shown_states(found, place.states), chosen.over)))
                 rows += found
+                found = []
             rows = compare(of_shown_states(rows, place.states), chosen.over)
             tables = all_tables(rows)
             for text in tables:
                 if text not in printed:
                     show(f"# again, because the states of the machine are told apart better now:\n{text}")
-    result = {"format": FORMAT, **surroundings, "ranks": world.size, "rows": rows, "skipped": skipped}
-    result["states"] = [] if place.states is None else place.states.lines()
-    result["start"] = "clock" if place.by_clock else "barrier"
+    result = result_of(surroundings, world.size, place, rows, skipped)
     wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
     if world.rank == 0:
         conclude(result, chosen, tables)
     return 1 if wrong else 0
+
+
+def result_of(
+    surroundings: dict[str, Any], ranks: int, place: GroupSetup, rows: list[dict[str, Any]], skipped: list[Any]
+) -> dict[str, Any]:
+    """The contents of the file of --json."""
+    result = {"format": FORMAT, **surroundings, "ranks": ranks, "rows": rows, "skipped": skipped}
+    result["states"] = [] if place.states is None else place.states.lines()
+    result["start"] = "clock" if place.by_clock else "barrier"
+    return result
 
 
 def conclude(result: dict[str, Any], chosen: Namespace, tables: Sequence[str]) -> None:
@@ -263,7 +278,7 @@ def conclude(result: dict[str, Any], chosen: Namespace, tables: Sequence[str]) -
         lines = [*heading("Collectives", result), "", "```", "\n\n".join(tables), "", *remarks, "```", ""]
         Path(chosen.output).write_text("\n".join(lines), encoding="utf-8")
     if chosen.json:
-        Path(chosen.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(chosen.json, result)
     if chosen.csv:
         write_csv(Path(chosen.csv), rows)
     if chosen.plot:

@@ -101,6 +101,7 @@ def parser() -> OneLineParser:
     add(
         "--overhead",
         metavar="FILE",
+        file="read",
         help="with --measure: what bench.collectives --only overhead --json wrote here (default: the links of "
         "amd-epyc.yaml)",
     )

@@ -40,7 +40,12 @@ def parser() -> OneLineParser:
     add("trace", metavar="TRACE",
         help="the folder of a recording (rank-0.jsonl, ...), of a Chakra trace (PREFIX.0.et, ..., or DIR/PREFIX) or of "
         "PyTorch's profiles or execution traces (.json or .json.gz, one a rank)")  # fmt: skip
-    add("--groups", metavar="FILE", help="the groups of a Chakra trace: ASTRA-sim's --comm-group-configuration")
+    add(
+        "--groups",
+        metavar="FILE",
+        file="read",
+        help="the groups of a Chakra trace: ASTRA-sim's --comm-group-configuration",
+    )
     add("--warmup", type=int, valid=between(0, 10**6), default=3,
         help="replays before those that count (default: %(default)s)")  # fmt: skip
     add("--rounds", type=int, valid=COUNT, default=7,

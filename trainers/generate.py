@@ -120,7 +120,7 @@ def main(world: Communicator) -> int:
     config = job_config(world, GenerateConfig, COMMAND)
 
     def read() -> list[Prompt]:
-        check_writable(json=config.json)
+        check_writable(json=config.json, read=[config.prompts])
         if config.prompts is not None:
             return read_prompts(config.prompts)
         return [] if config.prompt is None else [Prompt("--prompt", config.prompt)]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 from commengine import UsageError
 from commengine.errors import one_line
 from trainers.files.reading import InputFileError, read_yaml
+from trainers.files.writing import require_different
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -119,13 +120,23 @@ def ranges_of(kind: type[DataclassInstance]) -> dict[str, tuple[ValidRange, ...]
     return found
 
 
+#: what a command does with the file of an option (`OneLineParser.add_argument`)
+FILES = ("written", "read")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises `OptionError` instead of printing and exiting, and checks the ranges of values."""
 
-    def add_argument(self, *names: Any, valid: ValidRange | Sequence[ValidRange] = (), **settings: Any) -> Any:
-        """As in `argparse`. valid: the valid values, of each word if there are several; None is always valid."""
+    def add_argument(
+        self, *names: Any, valid: ValidRange | Sequence[ValidRange] = (), file: str = "", **settings: Any
+    ) -> Any:
+        """As in `argparse`. valid: the valid values, of each word if there are several; None is always valid.
+
+        file: "written" or "read", if the value is a file: those that are written must differ from all others.
+        """
         action: Any = super().add_argument(*names, **settings)
         action.ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
+        action.file = file
         return action
 
     def error(self, message: str) -> NoReturn:
@@ -146,6 +157,12 @@ class OneLineParser(argparse.ArgumentParser):
             name = next(iter(action.option_strings), action.metavar or action.dest)
             for one in value if isinstance(value, list | tuple) else [value]:
                 _require_range(f"{name} {one}", one, getattr(action, "ranges", ()))
+        of = {kind: [one.dest for one in self._actions if getattr(one, "file", "") == kind] for kind in FILES}
+        try:
+            values = {kind: {name: getattr(found, name, None) for name in names} for kind, names in of.items()}
+            require_different(values["written"], [*values["read"].values()])
+        except ValueError as error:
+            raise OptionError(one_line(str(error))) from None
         return found, rest
 
     def _get_values(self, action: Any, words: list[str]) -> Any:

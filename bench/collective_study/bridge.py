@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.command.files import add_files, publish
+from bench.command.files import Kept, add_files, publish, write_unfinished
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.values import size_of
@@ -100,7 +100,9 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
     sizes = on_rank_zero(world, lambda: [size_of("--sizes", size) for size in given["sizes"]])
     if world.size < 2:
         raise UsageError("a bridge has two programs: start it with mpiexec -n 2")
-    asks, rows = world.rank < world.size // 2, []
+    asks = world.rank < world.size // 2
+    rows: list[dict[str, Any]] = []
+    kept = Kept(lambda: write_unfinished(given["json"], told | {"rows": rows}))
     with launch.split_world(int(not asks), comm=world.mpi) as part, Communicator(part.comm, device="cpu") as comm:
         for size in sizes:
             edge = max(round((size / 8) ** 0.5), world.size)
@@ -113,6 +115,7 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
                 if not asks:
                     bridge.answer(lambda received: received)  # the end
                 bridge.close()
+                on_rank_zero(world, kept)
     if world.rank == 0:
         text = "\n".join(
             [*heading("A call over a bridge, beside the same bytes over plain MPI", told), "", *table(rows), ""]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.command.files import add_files, publish
+from bench.command.files import Kept, add_files, publish, write_unfinished
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.timing.sampling import mean_seconds
@@ -141,8 +141,12 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
     if world.size == 1:
         raise UsageError("an all-reduce needs two ranks or more: start it with mpiexec -n 2")
     least = SwitchPoints.load().least
+    rows: list[dict[str, float]] = []
+    kept = Kept(lambda: write_unfinished(chosen["json"], result | {"rows": rows}))
     with Communicator(world.mpi, device="cpu") as windows:
-        rows = [measure(world, windows, size, chosen["rounds"], chosen["seconds"], least) for size in SIZES]
+        for size in SIZES:
+            rows.append(measure(world, windows, size, chosen["rounds"], chosen["seconds"], least))
+            on_rank_zero(world, kept)
     text = markdown(result, rows)
     files = {"output": chosen["output"], "json_file": chosen["json"]}
     on_rank_zero(world, lambda: publish(text, result | {"rows": rows}, **files))

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from bench.collective_study.comparable import comparable
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.shown_states import of_shown_states
 from bench.command.files import add_files, publish
@@ -74,12 +75,16 @@ class SwitchedEngine(Engine):
 def cells_of(rows: Sequence[dict[str, Any]], statistic: str) -> list[Cell]:
     """The cells of one series, by size, of the rows of all ways.
 
-    A state in which a way has no row has no cell, unless no state has all ways: then the rows with most calls count.
+    Rows count that may be compared. A state in which a way has no row has no cell, unless no state has all ways: then
+    the rows with most calls count.
     """
     ways = list(dict.fromkeys(row["transport"] for row in rows))
+    counted = comparable(rows)
     found: list[Cell] = []
-    for size in sorted({row["bytes"] for row in rows}):
-        mine = sorted((row for row in rows if row["bytes"] == size), key=lambda row: int(row["iterations"]))
+    for size in sorted({row["bytes"] for row in counted}):
+        mine = sorted((row for row in counted if row["bytes"] == size), key=lambda row: int(row["iterations"]))
+        if len({row["transport"] for row in mine}) < len(ways):
+            continue
         states: dict[str, dict[str, Any]] = {}
         for row in mine:
             states.setdefault(row["state"] or "", {})[row["transport"]] = row
@@ -107,6 +112,8 @@ def switch_point(cells: Sequence[Cell], way: str, margin: float = 1.0) -> float:
 
 def tables(title: str, cells: Sequence[Cell], points: dict[str, float]) -> list[str]:
     """The lines of one series in markdown, with a table for each state of the machine."""
+    if not cells:
+        return [f"## {title}: no size has rows of all ways that may be compared; its switch points stay", ""]
     ways = list(cells[0])[3:]
     chosen = "; ".join(f"{way} {f'from {b:,.0f} bytes' if b < NEVER else 'never'}" for way, b in points.items())
     lines = []
@@ -192,6 +199,18 @@ def main(launched: Communicator, argv: Sequence[str]) -> None:
         ways[1]._buffers = ways[0]._buffers  # two buffers collide differently in the caches
         measured: dict[tuple[str, str], list[dict[str, Any]]] = {names: [] for names in plan}
         ends, left = time.perf_counter() + chosen["seconds"], len(plan) * len(chosen["sizes"])
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        shown: dict[tuple[str, str], list[Cell]] = {}
+
+        def keep(operation: str, kind: str) -> None:
+            """Complete the file with this series, so that a command that is stopped keeps it."""
+            rows = of_shown_states(measured[operation, kind], place.states)
+            shown[operation, kind] = cells = cells_of(rows, chosen["statistic"])
+            names = [name for name in Point._fields if cells and name in cells[0]]
+            found[operation, kind] = {name: switch_point(cells, name, chosen["margin"]) for name in names}
+            if chosen["json"]:
+                completed(before(chosen["json"]), node, found).save(Path(chosen["json"]))
+
         with progress(launched, left) as bar:
             for (operation, kind), calls in plan.items():
                 for call in calls:
@@ -202,6 +221,7 @@ def main(launched: Communicator, argv: Sequence[str]) -> None:
                     measured[operation, kind] += rows
                     left -= 1
                     bar.update()
+                on_rank_zero(launched, lambda: keep(operation, kind))  # noqa: B023  called at once
         for way in ways:
             way.close()
 
@@ -215,15 +235,9 @@ def main(launched: Communicator, argv: Sequence[str]) -> None:
                 *(place.states.lines() if place.states else ()),
                 "",
             ]
-            found = {}
-            for (operation, kind), rows in measured.items():
-                cells = cells_of(of_shown_states(rows, place.states), chosen["statistic"])
-                names = [name for name in Point._fields if name in cells[0]]
-                points = {name: switch_point(cells, name, chosen["margin"]) for name in names}
-                found[operation, kind] = points
-                lines += tables(f"{operation}, {kind}", cells, points)
+            for operation, kind in measured:
+                keep(operation, kind)  # again, because the states of the machine are told apart better now
+                lines += tables(f"{operation}, {kind}", shown[operation, kind], found[operation, kind])
             publish("\n".join(lines), result, output=chosen["output"])
-            if chosen["json"]:
-                completed(before(chosen["json"]), node, found).save(Path(chosen["json"]))
 
         on_rank_zero(launched, conclude)

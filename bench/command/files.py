@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,10 @@ def add_files(
 ) -> None:
     """Add ``--output`` and ``--json``, and an option for each of ``others`` (such as csv, plot), with these helps.
 
-    The parser raises ValueError for a file that cannot be written.
+    The parser raises ValueError for a file that cannot be written, and for one that another option names.
     """
     for name, text in {"output": output, "json": json, **others}.items():
-        parser.add_argument(flag(name), metavar="FILE", help=text, valid=writable(name))
+        parser.add_argument(flag(name), metavar="FILE", help=text, valid=writable(name), file="written")
 
 
 def writable(name: str) -> ValidRange:
@@ -50,7 +53,43 @@ def publish(
     if output:
         Path(output).write_text(text, encoding="utf-8")
     if json_file:
-        Path(json_file).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(json_file, result)
+
+
+class Kept:
+    """Writes what a command has measured so far, so that one that is stopped or killed keeps it. On rank 0.
+
+    write: writes the files with "complete": false. It is called with each new result, unless the time since the last
+    call is less than RARELY times what that call took.
+    """
+
+    RARELY = 20.0
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write, self._next = write, 0.0
+
+    def __call__(self) -> None:
+        """There is a new result."""
+        began = time.monotonic()
+        if began >= self._next:
+            self._write()
+            now = time.monotonic()
+            self._next = now + self.RARELY * (now - began)
+
+
+def write_json(path: str | Path, result: dict[str, Any]) -> None:
+    """Write a JSON file, all of it or nothing; into a device, such as /dev/stdout, as it is."""
+    found = Path(path)
+    if found.is_char_device():
+        found.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    else:
+        replace_json(Path(os.path.realpath(found)), result)
+
+
+def write_unfinished(path: str | Path | None, result: dict[str, Any]) -> None:
+    """Write what is there of a result, marked as not complete, if the command writes JSON to a file."""
+    if path and not Path(path).is_char_device():
+        write_json(path, result | {"complete": False})
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -142,7 +142,13 @@ class RivalsContest(Contest):
         add("--folder", type=Path, default="runs/rivals", metavar="FOLDER", help="of the results of each operation")
         add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="(default: all)")
         add("--max-bytes", default="64M", metavar="SIZE", help="largest size; the least is 8")
-        add("--plot", metavar="FILE", valid=writable("plot"), help="draw the ratio over the size: .png, .svg or .pdf")
+        add(
+            "--plot",
+            metavar="FILE",
+            valid=writable("plot"),
+            file="written",
+            help="draw the ratio over the size: .png, .svg or .pdf",
+        )
         add("--time-limit", type=float, valid=SECONDS, default=0.25, help="seconds for one way at one size")
 
     def measure(self, given: Any, world: Any) -> Sequence[Case]:

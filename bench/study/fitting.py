@@ -40,10 +40,11 @@ def parser() -> OneLineParser:
     """The command line."""
     options = new_parser(COMMAND, __doc__)
     add = options.add_argument
-    add("results", type=Path, metavar="RESULTS.json", help="a file that bench.collectives --json wrote")
-    add("--output", type=Path, metavar="FILE", help="write the model as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw the fits over the data, and the residuals: .png, .svg or .pdf")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables")
+    add("results", type=Path, metavar="RESULTS.json", file="read", help="a file that bench.collectives --json wrote")
+    add("--output", type=Path, metavar="FILE", file="written", help="write the model as JSON")
+    add("--plot", type=Path, metavar="FILE", file="written",
+        help="draw the fits over the data, and the residuals: .png, .svg or .pdf")  # fmt: skip
+    add("--markdown", type=Path, metavar="FILE", file="written", help="write the tables")
     add("--transport", action="append", metavar="NAME", help="fit this transport only; may be repeated")
     add("--dtype", metavar="NAME", help="the dtype of the model (default: float32, if there are several)")
     add("--redop", metavar="NAME", help="the reduction of the model (default: sum, if there are several)")

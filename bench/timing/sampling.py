@@ -49,7 +49,8 @@ class Timed(Protocol):
 class Stopping:
     """The rule that ends the timing of a call.
 
-    It ends when the 95% interval of the median is within +-``confidence`` of it, or when ``seconds`` are over. warmup:
+    It ends when the 95% interval of the median is within +-``confidence`` of it, or when ``seconds`` are over: those of
+    all its turns, also of the ones that were measured again, and of the probes between them. warmup:
     calls that are not counted. fewest: the least number of samples for an interval. skew: a call is not counted if
     its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than ``fewest`` calls
     are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of one call's turn in
@@ -103,20 +104,24 @@ class Sampler:
 
     def __init__(self, stopping: Stopping) -> None:
         self._stopping = stopping
-        self._rounds: list[tuple[Times, float, Times, int]] = []  # the arguments of `add`
+        self._rounds: list[tuple[Times, float, Times, int, float]] = []  # the arguments of `add`
         self.calls = 0
+        self.running = 0.0
         self.spent = 0.0
         self.converged = False
 
-    def add(self, seconds: Times, spent: float, skew: Times | None = None, state: int = 0) -> None:
+    def add(
+        self, seconds: Times, running: float, skew: Times | None = None, state: int = 0, beside: float = 0.0
+    ) -> None:
         """Add samples: the slowest rank's times.
 
-        spent: the seconds that the calls took in all. skew: of the starts of each. state: of the machine, as
-        `bench.timing.states` numbers it.
+        running: the seconds that the calls took in all. skew: of the starts of each. state: of the machine, as
+        `bench.timing.states` numbers it. beside: the seconds of turns that were measured again, and of probes.
         """
-        self._rounds.append((seconds, spent, np.zeros(len(seconds)) if skew is None else skew, state))
+        self._rounds.append((seconds, running, np.zeros(len(seconds)) if skew is None else skew, state, beside))
         self.calls += len(seconds)
-        self.spent += spent
+        self.running += running
+        self.spent += running + beside
         if int(np.count_nonzero(self._excess() == 0)) >= self._stopping.fewest and (ends := self.interval()):
             half = (ends[1] - ends[0]) / 2
             self.converged = half <= self._stopping.confidence * float(np.median(self.seconds))
@@ -124,7 +129,7 @@ class Sampler:
     @property
     def states(self) -> list[int]:
         """The states of the machine that the samples are of, in the order in which they came."""
-        return list(dict.fromkeys(state for *_, state in self._rounds))
+        return list(dict.fromkeys(arguments[3] for arguments in self._rounds))
 
     def of(self, state: int) -> Sampler:
         """The samples of one state."""
@@ -175,10 +180,14 @@ class Sampler:
         return self.converged or self.spent >= self._stopping.seconds or self.calls >= self._stopping.most
 
     def next_count(self) -> int:
-        """The number of calls of the next round: a few milliseconds' worth, and never far beyond the limit."""
-        each = self.spent / self.calls
+        """The number of calls of the next round: a few milliseconds' worth, and never far beyond the limit.
+
+        On a busy machine, where probes take longer than that, as much time as they take, up to ten times as long.
+        """
+        each, usual = self.running / self.calls, self._stopping.round_seconds
         left = max(self._stopping.seconds - self.spent, 0.0)
-        return max(1, min(MOST_IN_ROUND, int(min(self._stopping.round_seconds, left) / max(each, 1e-9))))
+        beside = (self.spent - self.running) / len(self._rounds)
+        return max(1, min(MOST_IN_ROUND, int(min(max(usual, min(beside, 10 * usual)), left) / max(each, 1e-9))))
 
     def statistics(self) -> dict[str, float]:
         """Quantiles in seconds."""
@@ -227,19 +236,21 @@ def sample(
         begin = clock()
         call.run(stopping.warmup)
         each = (clock() - begin) / stopping.warmup
-        counts.append(max(1, min(MOST_IN_ROUND, int(min(stopping.round_seconds, stopping.seconds) / max(each, 1e-9)))))
+        fewest = FEWEST if FEWEST * each <= stopping.seconds else 1  # one turn is enough for an interval
+        most = int(min(stopping.round_seconds, stopping.seconds) / max(each, 1e-9))
+        counts.append(max(fewest, min(MOST_IN_ROUND, most)))
     going = list(range(len(calls)))
     while going:
         # Every rank must make the same number of calls: the smallest number that any rank would make.
         agreed = -in_world(np.array([-counts[index] for index in going], dtype=np.float64))
         order.shuffle(turns := list(zip(going, agreed, strict=True)))
         for index, count in turns:
-            run = partial(turn, calls[index], int(count))
-            (starts, seconds, spent), state = (run(), 0) if states is None else states.turn(run)
-            starts = starts + offset
-            largest = in_group(np.concatenate([seconds, starts, -starts, [spent]]))
-            slowest, last, minus_first, most_spent = np.split(largest, np.cumsum([int(count)] * 3))
-            samplers[index].add(slowest, float(most_spent[0]), last + minus_first, state)
+            run, begin = partial(turn, calls[index], int(count)), clock()
+            (starts, seconds, running), state = (run(), 0) if states is None else states.turn(run)
+            starts, beside = starts + offset, max(0.0, clock() - begin - running)
+            largest = in_group(np.concatenate([seconds, starts, -starts, [running, beside]]))
+            slowest, last, minus_first, spent = np.split(largest, np.cumsum([int(count)] * 3))
+            samplers[index].add(slowest, float(spent[0]), last + minus_first, state, float(spent[1]))
             counts[index] = samplers[index].next_count()
         unfinished = in_world(np.array([not samplers[index].finished for index in going], dtype=np.float64))
         going = [index for index, more in zip(going, unfinished, strict=True) if more]

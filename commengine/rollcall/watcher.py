@@ -23,6 +23,8 @@ from program import MOVED, SAMPLE, SEEN  # type: ignore[import-not-found]
 PROGRAM = str(Path(__file__).with_name("program.py"))
 #: seconds that a process has to answer a signal, and a question
 ANSWER_SECONDS = 0.05, 3.0
+#: of a look, each of which wakes a process that sleeps
+SIGNALS = 2
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -38,12 +40,18 @@ class Watcher:
         self.moves, self.state, self.used = -1, "", 0.0
         self.since = time.monotonic()
         self.used_since, self.answered, self.blocked, self.told = 0.0, "", False, 0.0
+        self.activity: tuple[int, float] | None = None
         self.shown: list[list[Any]] = []
 
     def look(self) -> None:
-        """Ask the process by signals whether it moves, and where it is."""
+        """Ask the process by signals whether it moves, and where it is.
+
+        Python runs the handler also in a call that sleeps, such as time.sleep, and then goes on to sleep: such a
+        process moves only if its main thread did something between the looks, too.
+        """
         self.state, self.used = _state(self.process)
         stack, (over, moves) = self.stack, self.seen()
+        acted = self._acted(late=moves != self.moves)
         if over:
             stack = []
         elif self.state not in "TtD" and _handles(self.process):  # one that is stopped would answer later
@@ -51,8 +59,17 @@ class Watcher:
                 os.kill(self.process, number)
             time.sleep(ANSWER_SECONDS[0])
             stack, (_, moves) = self._dumped() or stack, self.seen()
-        if (moves, stack) != (self.moves, self.stack):
-            self.moves, self.stack, self.since, self.used_since = moves, stack, time.monotonic(), self.used
+        if stack != self.stack or (moves != self.moves and acted):
+            self.stack, self.since, self.used_since = stack, time.monotonic(), self.used
+        self.moves, self.activity = moves, _activity(self.process)
+
+    def _acted(self, *, late: bool) -> bool:
+        """Whether the main thread has done something since the last look. late: it has run a handler of that one."""
+        now = _activity(self.process)
+        if now is None or self.activity is None:
+            return True
+        (waits, used), (before, used_before) = now, self.activity
+        return waits - before > (SIGNALS if late else 0) or used > used_before
 
     def seen(self) -> tuple[int, int]:
         """What the process has written: whether its program is over, and how often Python has run the handler."""
@@ -144,10 +161,27 @@ def _handles(process: int) -> bool:
     return all(mask >> (number - 1) & 1 for number in (SAMPLE, MOVED))
 
 
+def _activity(process: int) -> tuple[int, float] | None:
+    """How often the main thread has begun to wait, and its seconds of a core; None where the kernel does not say."""
+    of_main = Path(f"/proc/{process}/task/{process}")
+    found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (of_main / "status").read_text(), re.MULTILINE)
+    return (int(found[1]), _seconds(_fields(of_main / "stat"))) if found else None
+
+
 def _state(process: int) -> tuple[str, float]:
     """The kernel's letter for the process (R runs, S sleeps, D is in I/O, T is stopped), and its seconds of a core."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = _fields(Path(f"/proc/{process}/stat"))
+    return fields[0], _seconds(fields)
+
+
+def _fields(stat: Path) -> list[str]:
+    """The fields of a file stat of /proc, from the state on."""
+    return stat.read_text().rpartition(")")[2].split()
+
+
+def _seconds(fields: list[str]) -> float:
+    """The seconds of a core in such fields."""
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

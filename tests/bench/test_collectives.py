@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bench.collective_study.measuring import overlap_percent
+from bench.collective_study.results import read
 from bench.collective_study.tables import readable, table
 from bench.collectives import series, settings
 from bench.command.values import parse_bytes
 from bench.timing.clocks import Offset, synchronise
+from bench.timing.sampling import FEWEST
 from bench.transports.operations import DTYPES, IN_PLACE, OPERATIONS, REDOPS, REDUCING, SPLIT, CollectiveCall
 from commengine import CollectiveError
 from tests.support import mpirun
@@ -215,6 +217,7 @@ def test_options_come_from_a_file_too(tmp_path):
         (["--overlap", "--transports", "engine"], "--overlap measures the transport stream"),
         (["--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["--plot", "x.txt"], "--plot x.txt: the name ends in .png"),
+        (["--json", "x.out", "--csv", "./x.out"], "--csv ./x.out: is the file of --json, too"),
         (["--rounds", "3"], "unrecognized arguments: --rounds 3"),
     ],
 )
@@ -254,13 +257,49 @@ def check(result, group, ranks):
     assert result["format"] == 1
     assert {"command", "date", "hardware", "versions", "rows", "skipped"} <= set(result)
     for row in result["rows"]:
-        assert {name: type(row[name]) for name in KEYS} == KEYS
+        few = row["iterations"] < FEWEST
+        assert {name: type(row[name]) for name in KEYS} == KEYS | ({"ci": type(None)} if few else {})
         assert (row["group"], row["ranks"], row["wrong"]) == (group, ranks, 0)
-        seconds, (low, high) = row["seconds"], row["ci"]
+        seconds, (low, high) = row["seconds"], row["ci"] or [row["seconds"]["p50"]] * 2
         assert 0 < seconds["min"] <= low <= seconds["p50"] <= high <= seconds["max"]
         assert seconds["p50"] <= seconds["p95"] <= seconds["p99"] <= seconds["max"]
         assert row["algbw"] == pytest.approx(row["bytes"] / seconds["p50"])
         assert 0 <= row["start_skew"]["p50"] <= row["start_skew"]["max"]
+
+
+@pytest.mark.slow
+def test_a_command_that_a_signal_ends_keeps_what_it_measured(tmp_path):
+    """A rank is killed once some rows are there; bench.study --only fit reads them and what they are."""
+    path, kill = tmp_path / "r.json", tmp_path / "kill.py"
+    kill.write_text(KILL)
+    done = mpirun.run(
+        2, str(kill), str(path), "--operations", "all_reduce", "--transports", "engine", "mpi4py", "--time-limit",
+        "0.02", "--max-bytes", "1M", "--no-in-place", "--json", str(path), timeout=100,
+    )  # fmt: skip
+    assert done.returncode != 0
+    result = json.loads(path.read_text())
+    assert result["complete"] is False and 4 <= len(result["rows"]) < 42
+    check(result, "world", 2)
+    series, about = read(path)
+    assert about["complete"] is False and len(series) >= 2
+
+
+#: rank 1 is killed when the file of rank 0 has two sizes
+KILL = """
+import json, os, sys, threading, time
+from pathlib import Path
+from bench import collectives
+from bench.command.start import run_on_ranks
+from commengine.startup.tasks import task_number
+path = Path(sys.argv.pop(1))
+def watch():
+    while not path.exists() or len(json.loads(path.read_text())["rows"]) < 4:
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+if task_number() == 1:
+    threading.Thread(target=watch, daemon=True).start()
+run_on_ranks("bench.collectives", collectives.main, collectives.parser)
+"""
 
 
 def measured(result):

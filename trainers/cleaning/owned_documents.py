@@ -61,15 +61,19 @@ class SpillFile:
 def row_line(row: dict[str, Any]) -> bytes:
     """A row as a line of JSON, newline included. A value that is `AsWritten` stays so."""
 
-    def line(**how: bool) -> bytes:
-        pairs = ((json.dumps(key, **how), one if isinstance(one, AsWritten) else json.dumps(one, **how))
-                 for key, one in row.items())  # fmt: skip
+    def line(*, ascii: bool) -> bytes:
+        pairs = (
+            (json.dumps(key, ensure_ascii=ascii), one)
+            if isinstance(one, AsWritten)
+            else (json.dumps(key, ensure_ascii=ascii), json.dumps(one, ensure_ascii=ascii))
+            for key, one in row.items()
+        )
         return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}\n".encode()
 
     try:
-        return line(ensure_ascii=False)
+        return line(ascii=False)
     except UnicodeEncodeError:  # a key spells half of a surrogate pair
-        return line()
+        return line(ascii=True)
 
 
 def chunks(sizes: Array, limit: int) -> Iterator[tuple[int, int]]:

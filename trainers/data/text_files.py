@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from json.decoder import scanstring
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -165,9 +164,9 @@ def as_written(where: str, line: str) -> dict[str, Any]:
     at = _past_space(line, line.index("{") + 1)
     try:
         while line[at] != "}":
-            key, at = scanstring(line, at + 1)
+            key, at = _SPELLED.raw_decode(line, at)
             begin = _past_space(line, _past_space(line, at) + 1)
-            _, at = _SPELLED.scan_once(line, begin)
+            _, at = _SPELLED.raw_decode(line, begin)
             found[key] = AsWritten(line[begin:at])
             at = _past_space(line, at)
             at = _past_space(line, at + 1) if line[at] == "," else at

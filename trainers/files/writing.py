@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: the ends of the names of pictures
 PLOTS = (".png", ".svg", ".pdf")
 
 
-def check_writable(plot: str | Path | None = None, **files: str | Path | None) -> None:
-    """Check, before a measurement, that its files can be written. plot: a picture. files: others, by option.
+def check_writable(
+    plot: str | Path | None = None, *, read: Sequence[str | Path | None] = (), **files: str | Path | None
+) -> None:
+    """Check, before a measurement, that its files can be written, and are different files.
+
+    plot: a picture. files: others, by option. read: the files that the command reads, which it must not replace.
 
     Raises ValueError that names the option and the file.
     """
@@ -34,6 +40,34 @@ def check_writable(plot: str | Path | None = None, **files: str | Path | None) -
             raise ValueError(f"{_flag(name)} {file}: cannot be written")
     if plot is not None:
         check_picture("plot", plot)
+    require_different({**files, "plot": plot}, read)
+
+
+def require_different(files: Mapping[str, str | Path | None], read: Sequence[str | Path | None] = ()) -> None:
+    """Raise ValueError if two options name one file, of which one text would be lost, or a file that is read.
+
+    files: by option. A device, such as /dev/stdout, may be named twice.
+    """
+    inputs = {os.path.realpath(file) for file in read if file is not None}
+    named: dict[str, str] = {}
+    for name, file in files.items():
+        if file is None or stat.S_ISCHR(_mode(file)):
+            continue
+        place = os.path.realpath(file)
+        if place in inputs:
+            raise ValueError(f"{_flag(name)} {file}: is a file that this command reads; give another one")
+        if place in named:
+            raise ValueError(
+                f"{_flag(name)} {file}: is the file of {_flag(named[place])}, too; give each one of its own"
+            )
+        named[place] = name
+
+
+def _mode(file: str | Path) -> int:
+    try:
+        return Path(file).stat().st_mode
+    except (OSError, ValueError):  # there is none yet, or it is no name of a file, which others say
+        return 0
 
 
 def require_folder(option: str, folder: Path) -> None:

@@ -91,7 +91,8 @@ class EvaluateConfig(LoadConfig):
         fits = self.seq_length is None or self.stride is None or self.stride <= self.seq_length
         require(fits, f"{given(self, 'stride')}: must not exceed {given(self, 'seq_length')}")
         with usage_errors(""):
-            check_writable(json=self.json, plot=self.plot, predictions=self.predictions, samples=self.samples)
+            files = {"json": self.json, "predictions": self.predictions, "samples": self.samples}
+            check_writable(self.plot, read=[self.data], **files)
 
     def completed(self, ranks: int) -> Self:
         """These settings. Raises UsageError if the harness is needed and not installed."""

@@ -58,7 +58,8 @@ def test_command(tmp_path):
     assert done.returncode == 0, done
     rows = SwitchPoints.load(path).rows
     assert {key.ranks for key in rows} == {2, 64} and len(rows) == 7
-    assert table.read_text().count("| 16,384 |") >= 6  # one for each state of the machine that the run met
+    told = table.read_text()  # a table for each state that the run met, or none where a busy machine made few calls
+    assert told.count("| 16,384 |") + told.count("its switch points stay") >= 6
     numbers = [row[way] for row in json.loads(path.read_text())["switch_points"] for way in Point._fields if way in row]
     assert {type(number) for number in numbers} == {int}
 

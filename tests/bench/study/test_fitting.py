@@ -206,6 +206,8 @@ def test_very_noisy_times_are_fitted_and_the_model_is_json(bounded, tmp_path, mo
         (lambda d: None, ("--transport", "nccl"), "--transport nccl: not among the results, which have engine"),
         (lambda d: None, ("--segments", "2"), "unrecognized arguments: --segments 2"),
         (lambda d: None, ("--plot", "fit.xyz"), "xyz"),
+        (lambda d: None, ("--output", "results.json"), "--output results.json: is a file that this command reads"),
+        (lambda d: None, ("--output", "a.md", "--markdown", "a.md"), "--markdown a.md: is the file of --output, too"),
         (lambda d: None, ("--output", "nowhere/model.json"), "nowhere/model.json"),
     ],
 )

@@ -4,9 +4,11 @@ import threading
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.timing.sampling import Sampler, Stopping, half_in_errors, median_interval, sample
 from bench.timing.starting import AgreedStart, Clock
+from bench.timing.states import MOST_AGAIN, States
 
 
 class FakeClock:
@@ -63,6 +65,29 @@ def test_a_call_that_never_settles_stops_at_the_limit(each, limit):
     assert found.spent >= limit
     before = found.spent - found._rounds[-1][0].sum() - each * len(found._rounds[-1][0])
     assert before < limit
+
+
+@pytest.mark.parametrize("probe", [0.0, 0.2])
+def test_the_limit_bounds_turns_that_are_measured_again_and_probes(probe):
+    """On a machine whose state changes in every turn, and whose probes take longer than turns."""
+    clock, random = FakeClock(), np.random.default_rng(0)
+
+    def probed():
+        clock.now += probe
+        return random.choice([1e-6, 2e-6, 4e-6]), 3e-6
+
+    busy = States(MPI.COMM_SELF, probe=probed)
+    busy.known = True
+    wild = Fake(clock, lambda: 1e-3 * 10 ** random.uniform(-2, 2))
+    began, limit = clock.now, 7.0
+    (found,) = sample(
+        [wild], Stopping(confidence=1e-6, seconds=limit), in_group=lambda x: x, in_world=lambda x: x, seed=0,
+        clock=clock, states=busy,
+    )  # fmt: skip
+    turn = max(0.1, max(wild.rounds) * 0.022)  # of calls with a mean of 22 ms; a turn is run five times at most
+    assert busy.again > 10 and limit <= found.spent
+    assert clock.now - began <= limit + (MOST_AGAIN + 2) * (3 * turn + probe)
+    assert found.count >= 6
 
 
 def test_one_group_goes_on_until_all_are_ready():
