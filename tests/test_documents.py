@@ -57,6 +57,8 @@ SMALLER = {
 FILES_OF_THE_READER = (
     "data", "prompts", "json", "plot", "predictions", "samples", "include_path", "tokenizer_model",
 )  # fmt: skip
+#: those of them that a command writes, each a file of its own
+OUTPUTS = ("json", "plot", "predictions", "samples")
 #: the parts of commands that have options of their own
 PARTS = {
     "fit": "bench.study.fitting", "report": "bench.study.reporting",
@@ -117,7 +119,13 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
         (kind,) = kinds
         config = parse(kind, arguments, name)
         there = {
-            option: str(data.parent if option == "include_path" else data.with_suffix(Path(given).suffix))
+            option: str(
+                data.parent
+                if option == "include_path"
+                else data.with_name(f"{option}{Path(given).suffix}")
+                if option in OUTPUTS
+                else data.with_suffix(Path(given).suffix)
+            )
             for option in FILES_OF_THE_READER
             if (given := getattr(config, option, None)) is not None
         }

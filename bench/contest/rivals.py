@@ -69,7 +69,7 @@ def cases_of(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[Case]:
     """Yield a case for each dtype and size: one row of all ways. Rows count that may be compared.
 
     The row is of the state of the machine in which most ways were measured, and of those the one with most calls. A way
-    that has no time of this state shows one of another, which is not compared.
+    that has no time of this state has one of another, which is marked, and counts for a rival alone.
     """
     found: dict[tuple[str, int], dict[Any, dict[str, dict[str, Any]]]] = {}
     for row in comparable(rows):
@@ -83,7 +83,7 @@ def cases_of(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[Case]:
         *others, most = sorted(found[dtype, nbytes].values(), key=weight)
         seconds = {name: float(row["seconds"]["p50"]) for ways in (*others, most) for name, row in ways.items()}
         mine = min((name for name in WAYS if name in most), key=seconds.__getitem__, default=None)
-        theirs = min((name for name in RIVALS if name in most), key=seconds.__getitem__, default=None)
+        theirs = min((name for name in RIVALS if name in seconds), key=seconds.__getitem__, default=None)
         ratio = seconds[theirs] / seconds[mine] if mine and theirs else None
         size = "-" if operation == "barrier" else size_label(nbytes)
         case = Case({"operation": operation, "dtype": dtype, "size": size})

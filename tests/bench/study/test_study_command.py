@@ -82,7 +82,11 @@ def test_a_study_that_failed_goes_on_and_answers_four_questions(world, folder, m
         assert questions == [study.answers.COST, study.answers.WAYS, study.answers.SHARE, study.answers.MORE]
         page = Page(text)
         check_stands_alone(page)
-        assert len(page.addresses) - text.count("<li><a ") == 3  # pictures: the collectives, their fits, the step
+        # On a busy machine no operation may have three sizes that may be compared.
+        fits = bool(contents(folder / "model.json")["series"])
+        assert (
+            len(page.addresses) - text.count("<li><a ") == 2 + fits
+        )  # pictures: the collectives, their fits, the step
         assert [text.index(one) for one in questions] == sorted(text.index(one) for one in questions)
         assert text.index(questions[-1]) < text.index("<nav>")  # the first screen
         heads = [one[0] for one in page.tables]
