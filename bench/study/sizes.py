@@ -12,7 +12,7 @@ from bench import collectives
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.results import FORMAT
 from bench.command.files import replace_json
-from bench.timing.sampling import Stopping
+from bench.timing.sampling import FEWEST, Stopping
 from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator
 from commengine.rank_zero import on_rank_zero
@@ -143,7 +143,7 @@ class Sweep:
         done = on_rank_zero(world, lambda: older(self.path))
         if (unit := on_rank_zero(world, lambda: following(done))) is None:
             return
-        place = place_of(world, world, "world", Stopping())
+        place = place_of(world, world, "world", Stopping(least=FEWEST))
         if place.states is not None:
             place.states.restore(done["states_seen"])
         with place.opened(TRANSPORTS, self.largest + 64 * world.size) as (transports, unopened):

@@ -50,17 +50,18 @@ class Stopping:
     """The rule that ends the timing of a call.
 
     It ends when the 95% interval of the median is within +-``confidence`` of it, or when ``seconds`` are over: those of
-    all its turns, also of the ones that were measured again, and of the probes between them. warmup:
-    calls that are not counted. fewest: the least number of samples for an interval. skew: a call is not counted if
-    its ranks began further apart than this share of its time (and than SKEW_FLOOR), unless fewer than ``fewest`` calls
-    are left; then the ``fewest`` calls with the least delay count. round_seconds: about the time of one call's turn in
-    a round.
+    all its turns, also of the ones that were measured again, and of the probes between them. warmup: calls that are not
+    counted. least: calls that are made whatever the time. fewest: the least number of samples for a row that converged.
+    skew: a call is not counted if its ranks began further apart than this share of its time (and than SKEW_FLOOR),
+    unless fewer than ``fewest`` calls are left; then the ``fewest`` calls with the least delay count. round_seconds:
+    about the time of one call's turn in a round.
     """
 
     confidence: float = 0.05
     seconds: float = 0.5
     warmup: int = 5
     fewest: int = 20
+    least: int = 1
     most: int = 100_000
     skew: float = math.inf
     round_seconds: float = 0.01
@@ -177,7 +178,8 @@ class Sampler:
     @property
     def finished(self) -> bool:
         """Whether there are enough samples, or the time is up."""
-        return self.converged or self.spent >= self._stopping.seconds or self.calls >= self._stopping.most
+        over = self.spent >= self._stopping.seconds and self.calls >= self._stopping.least
+        return self.converged or over or self.calls >= self._stopping.most
 
     def next_count(self) -> int:
         """The number of calls of the next round: a few milliseconds' worth, and never far beyond the limit.
