@@ -20,7 +20,7 @@ section 6.5) that searches the switch points anew and also draws that scatter, s
 
 Where the best split misses a well measured size by more than MISS, and by more standard errors than any size of a
 straight line would in all but ALARMS of such fits, lines between measured sizes take its place (broken_line.py): a
-prediction needs the measured time more than it needs an algorithm's alpha and beta. `python -m tests.studies` counts
+prediction needs the measured time more than it needs an algorithm's alpha and beta. `tests/bench/study/drawn.py` counts
 false alarms, breaks that are found, and intervals that hold.
 """
 

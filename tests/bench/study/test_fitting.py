@@ -14,7 +14,7 @@ from bench.collective_study.results import KEY, Series, read
 from bench.collective_study.tables import draw as collectives_picture
 from bench.study import fitting
 from commengine import cost
-from tests import studies
+from tests.bench.study import drawn
 
 SIZES = [2.0**k for k in range(3, 28)]
 #: (from, alpha, beta)
@@ -285,15 +285,15 @@ def test_times_that_do_not_depend_on_the_size_have_no_bandwidth(tmp_path, capsys
 
 
 def test_drawn_files_keep_their_bounds(tmp_path):
-    """A sample of ``python -m tests.studies``, whose bounds hold for many files, and whose models nothing moves."""
-    found = [studies.judged(1, number, tmp_path) for number in range(24)]
+    """A sample of ``python -m tests.bench.study.drawn``: bounds hold for many files, and nothing moves a model."""
+    found = [drawn.judged(1, number, tmp_path) for number in range(24)]
     assert not any(one["moved"] for one in found)
     straight = [one for one in found if not one["broken"]]
     broken = [one["found"] for one in found if one["broken"]]
     assert len(straight) > 5 and sum(one["false"] for one in straight) <= 1 and sum(broken) >= 0.75 * len(broken)
     held = [each for one in straight for each in one.get("held", [])]
     assert sum(held) >= 0.8 * len(held)
-    assert np.median([each for one in straight for each in one.get("wide", [])]) <= studies.WIDE
+    assert np.median([each for one in straight for each in one.get("wide", [])]) <= drawn.WIDE
 
 
 def test_file_that_is_none_is_named(tmp_path, capsys):

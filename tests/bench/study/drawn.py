@@ -1,4 +1,4 @@
-"""Drawn files of results against what is known of them: ``python -m tests.studies --files 1000 --state FILE``.
+"""Drawn results against what is known of them: ``python -m tests.bench.study.drawn --files 1000 --state FILE``.
 
 Each file has the rows of an all-reduce whose times are alpha + n beta, or break by a factor of two at one size (all
 times from there on, or the time there, with another slope beyond), with drawn sizes, calls and noise. The calls of a
@@ -178,7 +178,7 @@ def report(results: Sequence[dict[str, Any]]) -> tuple[list[str], bool]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(prog="python -m tests.studies", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m tests.bench.study.drawn", description=__doc__)
     options.add_argument("--files", type=int, default=1000)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--state", type=Path, help="a line of JSON for each file that is done")
