@@ -70,8 +70,27 @@ def latest(folder: Path) -> Path | None:
 
 
 def best(folder: Path) -> Path | None:
-    """The best checkpoint of ``folder``; None if its run keeps none. Raises UsageError as `latest` does."""
-    return _named(folder, BEST)
+    """The best checkpoint of ``folder``; None if its run keeps none. Raises UsageError as `latest` does.
+
+    One that is newer than the newest is none: the run has gone back behind it.
+    """
+    found, newest = _named(folder, BEST), latest(folder)
+    return None if found and newest and _iteration(found) > _iteration(newest) else found
+
+
+def history(folder: Path) -> list[Path]:
+    """The checkpoints of the run in ``folder``: the `complete` ones up to the newest. Raises UsageError as `latest`."""
+    newest = latest(folder)
+    return [path for path in complete(folder) if newest and _iteration(path) <= _iteration(newest)]
+
+
+def _points_to(folder: Path, file: str) -> int | None:
+    """The iteration of the checkpoint that a pointer names; None without this pointer, or if it is damaged."""
+    try:
+        found = _named(folder, file)
+    except UsageError:
+        return None
+    return None if found is None else _iteration(found)
 
 
 def _named(folder: Path, file: str) -> Path | None:
@@ -136,6 +155,22 @@ def keep(folder: Path, last: int, every: int | None) -> None:
         if path != spared and (every is None or _iteration(path) % every):
             with contextlib.suppress(OSError):
                 discard(path)
+
+
+def cut(folder: Path, iteration: int) -> list[str]:
+    """Make the complete checkpoint of ``iteration`` the newest one, and then remove all that are newer: their names.
+
+    A kill at any moment leaves the pointer, and what is newer than it is part of no history. Raises OSError.
+    """
+    if _points_to(folder, LATEST) != iteration:
+        point_to(folder, name_of(iteration))
+    if (best := _points_to(folder, BEST)) is None or best > iteration:
+        disk.remove(folder / BEST)
+    newer = [path for path in folders(folder) if _iteration(path) > iteration]
+    for path in newer:
+        discard(path)
+    make_room(folder)
+    return [path.name for path in newer if path.suffix != ".tmp"]
 
 
 def discard(path: Path) -> None:
