@@ -40,7 +40,9 @@ class MessageWork(Work):
         super().__init__(stream, () if record is None else (record,))
         self._flight: Flight | None = flight  # None: it is over
         self._record, self._entry, self._error_of = record, entry, error_of
-        self._turn = threading.Lock()  # two threads must not wait for one request of MPI
+        # Two threads must not wait for one request of MPI. The thread in which a signal came after the lock was taken, and
+        # before a block that gives it back, may take it again.
+        self._turn = threading.RLock()
 
     def done(self) -> bool:
         """Whether the messages are over. Never blocks."""

@@ -19,6 +19,7 @@ import linecache
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -312,7 +313,10 @@ def run(seed: int, numbers: range, size: int, keep: Path, each: int = 200) -> co
             part.unlink(missing_ok=True)
         env = {"MPIR_CVAR_NUM_CLIQUES": "2"} if size > 2 else {}
         words = ["-m", __spec__.name, "--job", f"{first}:{last}", "--seed", str(seed), "--keep", str(keep)]
-        ended = mpirun.run(size, *words, timeout=3 * SECONDS + (last - first) * 2, env=env)
+        try:
+            ended = mpirun.run(size, *words, timeout=6 * SECONDS + (last - first) * 3, env=env)
+        except subprocess.TimeoutExpired as error:
+            ended = subprocess.CompletedProcess(error.cmd, 1, "", "the ranks hang")
         found: dict[int, dict[int, list[str] | None]] = {}  # a rank's notes are None until its draw is over
         for rank, part in enumerate(parts):
             for line in part.read_text().splitlines() if part.exists() else ():
