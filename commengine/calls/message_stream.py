@@ -40,8 +40,8 @@ class MessageWork(Work):
         super().__init__(stream, () if record is None else (record,))
         self._flight: Flight | None = flight  # None: it is over
         self._record, self._entry, self._error_of = record, entry, error_of
-        # Two threads must not wait for one request of MPI. A thread may take it again in which a signal came after it was
-        # taken, and before the block that gives it back.
+        # Two threads must not wait for one request of MPI. A thread may take the lock again: a signal can come after it
+        # was taken, and before the block that gives it back.
         self._turn = threading.RLock()
 
     def done(self) -> bool:
