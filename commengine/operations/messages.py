@@ -111,6 +111,7 @@ class Flight:
         self._requests: list[Any] = []
         self._statuses: list[Any] = []
         self._too_long: Exception | None = None
+        self._most = len(transfers)  # the messages that MPI may have
 
     def start(self) -> None:
         """Give all messages to MPI."""
@@ -131,15 +132,15 @@ class Flight:
     def _finish(self, step: Callable[..., bool | None]) -> bool:
         # A signal may have ended an earlier call of this after MPI had let go of the messages: ask only for the others.
         while any(self._requests):
-            active = list(map(bool, self._requests))
             try:
                 if step(self._requests, self._statuses) is False:
                     return False
                 break
             except load_mpi().Exception as error:
-                if not self._is_too_long(error) or list(map(bool, self._requests)) == active:
+                left = sum(map(bool, self._requests))
+                if not self._is_too_long(error) or left >= self._most:
                     raise
-                self._too_long = error  # and the others are still on their way
+                self._too_long, self._most = error, left  # the others are still on their way
         if self._too_long is not None:
             raise SettledError(str(self._too_long)) from self._too_long
         self._check_lengths()
