@@ -75,6 +75,9 @@ class MessageWork(Work):
         except (load_mpi().Exception, TransferError) as error:
             self._error = self._error_of(error)
             self._point._failed.append(self)
+            if not self._error.in_step and self._flight is not None:  # MPI may still match its messages with later ones
+                self._flight.keep()
+                self._point.stop(str(self._error))
         if self._record is not None:
             self._record.end = time.perf_counter()
         if self._entry is not None:
@@ -126,6 +129,8 @@ class MessageStream(Stream):
         """Return why the stream cannot take ``call``, or None."""
         if self.closed:
             return f"stream {self.name} is closed"
+        if self._failure is not None:
+            return f"stream {self.name} stopped at an earlier failure: {self._failure}"
         if not isinstance(call.operation, MessageOperation):
             return f"stream {self.name} takes messages only (send, recv, sendrecv): see new_stream(threaded=False)"
         if call.tensor is not None and not call.tensor.is_cpu:

@@ -252,3 +252,26 @@ def test_drawn_calls_that_are_left_at_a_drawn_moment(tmp_path):
     found = drawn.run(int(os.environ.get("DRAWN_SEED", "1")), range(200), 2, tmp_path / "draws")
     assert not [outcome for outcome in found if outcome.startswith("FAIL")], (tmp_path / "draws").read_text()
     assert found["told"] > 40 and found["right"] > 40 and sum(found.values()) == 200
+
+
+@pair
+def test_a_stream_of_messages_stops_where_mpi_fails(mpi_world, monkeypatch):
+    """MPI may still have the messages, and would match later ones with them."""
+    from mpi4py import MPI
+
+    with Communicator(mpi_world, device="cpu", switch_points=NEVER) as comm:
+        lane, peer = comm.new_stream(threaded=False), (comm.rank + 1) % comm.size
+        wire, kept = lane.transport.wire, lane.transport.wire.waitall
+
+        def fails(*_):
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+        monkeypatch.setattr(wire, "testall", lambda *_: False)
+        monkeypatch.setattr(wire, "waitall", fails)
+        work = comm.sendrecv(torch.ones(4), peer, torch.zeros(4), (comm.rank - 1) % comm.size, stream=lane)
+        with pytest.raises(CollectiveError, match="sendrecv"):
+            work.wait()
+        monkeypatch.setattr(wire, "waitall", kept)
+        with pytest.raises(CollectiveError, match="stream world/stream1 stopped at an earlier failure"):
+            comm.send(torch.ones(4), peer, stream=lane)
+        comm.barrier()  # the caller's own calls go on
