@@ -88,7 +88,10 @@ class StopStrings:
         if not self._strings:
             return False
         first = max(len(tokens) - self._tokens, 0)
-        before = tokens[first - 1 : first] if first else prompt[-1:]  # so that the first token keeps its blank
+        before = [*prompt, *tokens[:first]]
+        # Of the earlier ones those that the text of the next one may depend on: a run of bytes is read as a whole, a
+        # character has at most four of them, and only the first token of all loses its blank.
+        before = before[-4 - self._tokenizer.bytes_at_end(before) :]
         tail = self._tokenizer.decode_after(before, tokens[first:])
         return any(string in tail for string in self._strings)
 

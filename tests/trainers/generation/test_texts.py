@@ -1,5 +1,7 @@
 """The model's tokens as texts: what ends them, what is shown when, and that pieces add up to the whole."""
 
+import random
+
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -62,6 +64,37 @@ def test_a_string_is_found_behind_a_prompt(tokenizer, whole_text):
             found = [n for n in range(len(rest) + 1) if stop.ends(before, rest[:n])]
             added = [whole_text([*before, *rest[:n]])[len(prompt) :] for n in range(len(rest) + 1)]
             assert found[:1] == [n for n, one in enumerate(added) if any(s in one for s in strings)][:1]
+
+
+def drawn_tokens(tokenizer, draws):
+    """Words, characters of several bytes, and bytes that are part of no character: the id of each token."""
+    ids = tokenizer.vocabulary()
+    single = [f"<0x{byte:02X}>" for byte in (*b"ab .", 0xE6, 0xBC, 0xA2, 0xC3, 0xFF)]
+    single = [ids[one] for one in single if one in ids] or tokenizer.encode("漢ü")
+    found = []
+    for _ in range(draws.randint(1, 8)):
+        text = draws.choice(["the cat", "über", " 漢", "漢字", "🙂", " ü", "a", "."])
+        found += draws.choice([tokenizer.encode(text), draws.choices(single, k=draws.randint(1, 3))])
+    return found
+
+
+def test_a_string_is_found_behind_bytes(tokenizer):
+    """SentencePiece reads a run of bytes as a whole: each is a replacement character until all are characters."""
+    draws, ends = random.Random(0), 0
+    for _ in range(300):
+        prompt, tokens = drawn_tokens(tokenizer, draws), drawn_tokens(tokenizer, draws)
+        added = [tokenizer.decode_after(prompt, tokens[:n]) for n in range(len(tokens) + 1)]
+        pieces = [one for text in added for one in text.split(NO_CHARACTER) if one]
+        if not pieces:
+            continue
+        piece = draws.choice(pieces)
+        begin = draws.randrange(len(piece))
+        string = piece[begin : begin + draws.randint(1, 4)]
+        stop = StopStrings(tokenizer, [string])
+        found = [n for n in range(len(tokens) + 1) if stop.ends(prompt, tokens[:n])]
+        assert found[:1] == [n for n, text in enumerate(added) if string in text][:1], (prompt, tokens, string)
+        ends += bool(found)
+    assert ends > 200
 
 
 def test_what_is_settled_never_changes(tokenizer):
