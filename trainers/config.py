@@ -189,7 +189,7 @@ class TrainConfig(JobConfig):
     min_lr: Rate | None = option(None, "learning rate at the end of the decay (default 1e-5, or lr if that is less)")
     lr_decay_style: str = option("cosine", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
     lr_decay_iters: AtLeastOne | None = option(None, "step at which min-lr is reached (default train-iters)")
-    lr_warmup_iters: Natural = option(0, "steps over which lr rises from 0")
+    lr_warmup_iters: Natural | None = option(None, "steps over which lr rises from 0 (default 0)")
     weight_decay: Rate = option(0.01, "AdamW's weight decay; biases and norms do not decay")
     adam_beta1: Share = option(0.9, "decay of AdamW's mean of gradients")
     adam_beta2: Share = option(0.999, "decay of AdamW's mean of squared gradients")
@@ -290,9 +290,7 @@ class TrainConfig(JobConfig):
         require(fits, f"{given(self, 'min_loss_scale')}: must not exceed {limit}")
         falls = self.lr_decay_style == "constant" or self.last_lr <= self.lr
         require(falls, f"{given(self, 'min_lr')}: must not exceed {given(self, 'lr')}")
-        decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
-        below = decay is None or self.lr_warmup_iters < decay
-        require(below, f"{given(self, 'lr_warmup_iters')}: must be below {given(self, 'lr_decay_iters')}")
+        self.require_warmup(self.warmup_steps, given(self, "lr_warmup_iters"))
         replicas = ranks // self.replica_size
         step = self.micro_batch_size * replicas
         batch = self.global_batch_size or step
@@ -305,9 +303,24 @@ class TrainConfig(JobConfig):
         for name, why in NEEDS_SAVE.items():
             require(self.save is not None or not getattr(self, name), f"{flag_of(name)}: needs --save DIR{why}")
         require(
-            self.keep_every is None or self.keep_last is not None,
+            self.keep_every is None or self.newest_kept is not None,
             f"{given(self, 'keep_every')}: needs --keep-last N, because without it every checkpoint is kept",
         )
+
+    def require_warmup(self, steps: int, words: str) -> None:
+        """Raise UsageError, which begins with ``words``, unless a warm-up of ``steps`` ends before the decay does."""
+        decay = self.lr_decay_iters  # without it, a trial of a few steps may end within the warm-up
+        require(decay is None or steps < decay, f"{words}: must be below {given(self, 'lr_decay_iters')}")
+
+    @property
+    def newest_kept(self) -> int | None:
+        """How many of the newest checkpoints stay; None: all."""
+        return self.keep_last
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps over which the learning rate rises."""
+        return self.lr_warmup_iters or 0
 
     @property
     def last_lr(self) -> float:

@@ -1,5 +1,6 @@
 """The paper's models by name: counts on the meta device, the recipe, tensor sizes, and the option --preset."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,3 +272,29 @@ def test_a_schedule_of_epochs():
     found = given.scheduled(100, 2)
     assert (found.train_iters, found.eval_interval, found.lr_warmup_iters) == (2, 7, 1)
     assert (found.global_batch_size, found.keep_last, found.save_interval) == (6, 4, None)
+
+
+def test_no_warm_up_is_not_the_default_warm_up():
+    """It is none, whatever the fraction is."""
+    for fraction in (0.06, 0.25):
+        config = FinetuneConfig(epochs=25, lr_warmup_fraction=fraction, global_batch_size=1, micro_batch_size=1)
+        assert [replace(config, lr_warmup_iters=n).scheduled(4, 1).warmup_steps for n in (0, 1, None)] == [
+            0, 1, int(100 * fraction),
+        ]  # fmt: skip
+
+
+def test_a_warm_up_of_a_fraction_ends_before_the_decay():
+    """It has steps only when the training data is read, which is after the other options are compared."""
+    config = FinetuneConfig(epochs=25, lr_warmup_fraction=0.25, lr_decay_iters=25, micro_batch_size=1)
+    with pytest.raises(UsageError, match="--lr-warmup-fraction 0.25: is 25 of 100 steps, .* below --lr-decay-iters 25"):
+        config.scheduled(4, 1)
+    assert replace(config, lr_decay_iters=26).scheduled(4, 1).lr_warmup_iters == 25
+    assert replace(config, lr_warmup_iters=24).scheduled(4, 1).lr_warmup_iters == 24
+
+
+def test_a_run_that_keeps_the_newest_checkpoint_by_default_may_keep_every_nth(tmp_path):
+    config = FinetuneConfig(task="mnli", data=str(tmp_path), load="x", save="x", keep_every=2)
+    config.validate(1)
+    assert config.scheduled(4, 1).keep_last == 1
+    with pytest.raises(UsageError, match="--keep-every 2: needs"):
+        replace(config, save=None, predict="dev").validate(1)

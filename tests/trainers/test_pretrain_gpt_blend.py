@@ -164,6 +164,12 @@ def test_a_checkpoint_of_an_older_version_goes_on(begun, ended, rows):
     assert consumed(begun / "old, blended") == {"a": 48 + 24, "c": 24}
 
 
+def test_an_evaluation_that_only_a_stop_brought_says_so(begun, rows):
+    found = {run: [(row["iteration"], row.get("at_stop")) for row in rows(begun / run, "validation_loss")]
+             for run in ("straight", "halves")}  # fmt: skip
+    assert found == {"straight": [(12, None)], "halves": [(6, 1)]}
+
+
 def test_the_report_tells_of_each_source(begun, rows):
     report = json.loads((begun / "straight" / "report.json").read_text())
     a, b = report["sources"]

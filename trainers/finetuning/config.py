@@ -32,6 +32,11 @@ class FinetuneConfig(FinetuneFlags):
         return self.save is not None or (self.predict is None and self.ensemble is None)
 
     @property
+    def newest_kept(self) -> int | None:
+        """How many of the newest checkpoints stay besides the best one."""
+        return 1 if self.keep_last is None and self.save is not None else self.keep_last
+
+    @property
     def members(self) -> list[str]:
         """The runs of ``--ensemble``."""
         return words_of(self.ensemble)
@@ -171,16 +176,19 @@ class FinetuneConfig(FinetuneFlags):
     def scheduled(self, samples: int, replicas: int) -> Self:
         """These settings with the steps that ``samples`` training samples give. An epoch is rounded up to whole steps.
 
-        Raises UsageError as `validate` does.
+        Raises UsageError if the warm-up does not end before the decay does.
         """
         batch = self.global_batch_size or self.micro_batch_size * replicas
         epoch = -(-samples // batch)
         steps = self.train_iters or self.epochs * epoch
         interval = self.eval_interval or min(epoch, steps)
-        warmup = self.lr_warmup_iters or int(self.lr_warmup_fraction * steps)
+        warmup = self.lr_warmup_iters
+        if warmup is None:
+            warmup = int(self.lr_warmup_fraction * steps)
+            self.require_warmup(warmup, f"{given(self, 'lr_warmup_fraction')}: is {warmup} of {steps} steps, and they")
         saved: dict[str, Any] = {}
         if self.save is not None:
-            saved = {"save_interval": self.save_interval or interval, "keep_last": self.keep_last or 1}
+            saved = {"save_interval": self.save_interval or interval, "keep_last": self.newest_kept}
         return replace(
             self, train_iters=steps, eval_interval=interval, lr_warmup_iters=warmup, global_batch_size=batch, **saved
         )

@@ -89,6 +89,9 @@ class FinetuneFlags(LayerConfig):
     min_lr: Rate | None = option(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = option("linear", "how lr decays to min-lr", choices=("constant", "linear", "cosine"))
     lr_warmup_fraction: Share = option(0.06, "share of the steps over which lr rises from 0; --lr-warmup-iters wins")
+    lr_warmup_iters: Natural | None = option(
+        None, "steps over which lr rises from 0 (default: those of --lr-warmup-fraction)"
+    )
     # samples
     seq_length: Length | None = option(
         None, "tokens of a sample (default 512, squad 384, at most the model's positions)", fixed=True

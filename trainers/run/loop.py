@@ -252,7 +252,7 @@ class _Run:
         if len(found.by_source) > 1:
             terms |= {f"validation_loss/{name}": total(means) for name, means in found.by_source.items()}
         terms |= {f"validation_{name}": value for name, value in measures.items()}
-        if self.task.kept_by in measures and not self._is_due():
+        if not self._is_due():
             terms[AT_STOP] = 1
         if not self.metrics.has(iteration, "validation_loss"):
             self.metrics.log({"iteration": iteration, "validation_loss": loss} | terms)

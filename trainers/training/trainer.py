@@ -236,7 +236,7 @@ class Trainer:
         config = self.config
         return learning_rate(
             iteration, lr=config.lr, min_lr=config.last_lr, style=config.lr_decay_style,
-            warmup_iters=config.lr_warmup_iters, decay_iters=config.lr_decay_iters or config.train_iters,
+            warmup_iters=config.warmup_steps, decay_iters=config.lr_decay_iters or config.train_iters,
         )  # fmt: skip
 
     def continue_from(self, iteration: int, loss_scaler: dict[str, Any] | None) -> None:
