@@ -13,9 +13,16 @@ from commengine import Communicator
 
 from .reduction import GradientSegment
 
-#: On the host, squares are added up in the gradient's own precision over stretches of this many elements, and in
-#: float64 beyond.
-STRETCH = 2**16
+#: On the host, squares are added up in single precision over stretches of this many elements, and in float64 beyond. A
+#: kernel keeps 8 or 16 sums of a stretch, each of at most 32 squares: few enough even for equal ones, all of whose
+#: additions may be rounded in one direction.
+STRETCH = 2**8
+
+#: Elements that go through one kernel, which may copy them to another precision or order.
+PIECE = 2**22
+
+#: The precision in which the squares of half precision are added up.
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 #: Squares are in units of 2^-BITS of the square of a power of two above the largest element.
 BITS = 46
@@ -37,7 +44,7 @@ def gradient_norm(
     segments: Sequence[GradientSegment], tensor: Communicator, shares: Sequence[Communicator] = (),
     experts: Communicator | None = None,
 ) -> float:  # fmt: skip
-    """The Euclidean norm of the whole model's gradient: the same at every TP size, and on every rank.
+    """The Euclidean norm of the whole model's gradient, to 1e-6 of it at every layout: the same number on every rank.
 
     The squares of split parameters are summed over the tensor group. Replicated parameters, and tied ones, count once.
     shares: the groups of which each rank has only a share of the gradient: the pipeline group, and with ZeRO-1 the
@@ -72,10 +79,10 @@ def _summed(
 
 def _sums_of_squares(segments: Sequence[GradientSegment]) -> Tensor:
     """The sums of squares of replicated and of split parameters: float64 [2], on the host."""
-    gradients = [[part for grad in grads for part in summands(grad)] for grads in _by_placement(segments)]
+    gradients = _by_placement(segments)
     device = next((grads[0].device for grads in gradients if grads), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    sums = [torch.stack(torch._foreach_norm(grads)).double().square().sum() if grads else zero for grads in gradients]
+    sums = [sum_of_squares(grads) if grads else zero for grads in gradients]
     return torch.stack(sums).cpu()  # both at once: reading a device's tensor waits for the device
 
 
@@ -88,15 +95,42 @@ def _by_placement(segments: Sequence[GradientSegment]) -> tuple[list[Tensor], li
     return found
 
 
-def summands(grad: Tensor) -> Sequence[Tensor]:
-    """The parts of a gradient whose norms are added up in float64: its stretches if it is flat and on the host.
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, to a relative error of 1e-6: float64, a scalar on the tensors' device.
 
-    On CUDA a gradient is one part, because a stretch costs time there and the norm is accurate without: 512 threads
-    add up a chunk of 65,536 elements in 4 sums each, and the chunks' sums are added up in the same way. So a square
-    passes through at most about 100 additions in single precision, also in a gradient of a billion elements
-    (PyTorch's ``ForeachReduceOp.cu``).
+    tensors: at least one, all on one device; of any shapes, orders in memory and dtypes that have a square. The squares
+    of single and half precision must be numbers of single precision: elements from 1e-19 to 1e19 count.
+
+    On CUDA a tensor is one part, because a part costs time there and the sum is accurate without: 512 threads add up a
+    chunk of 65,536 elements in 4 sums each, and the chunks' sums are added up in the same way. So a square passes
+    through at most about 100 additions in single precision, also in a gradient of a billion elements (PyTorch's
+    ``ForeachReduceOp.cu``).
     """
-    return torch.split(grad, STRETCH) if grad.is_cpu and grad.dim() == 1 else (grad,)
+    norms: list[Tensor] = []
+    short: list[Tensor] = []  # tensors and ends of tensors that need no stretches
+    for tensor in tensors:
+        for piece in torch.split(_in_memory_order(tensor), PIECE) if tensor.is_cpu else (tensor,):
+            whole = piece.numel() // STRETCH * STRETCH if tensor.is_cpu else 0
+            if whole:
+                stretches = piece[:whole].view(-1, STRETCH)
+                norms.append(torch.linalg.vector_norm(stretches, dim=1, dtype=WIDER.get(piece.dtype)))
+            if whole < piece.numel():
+                short.append(piece[whole:] if whole else piece)
+    for dtype in dict.fromkeys(one.dtype for one in short):
+        alike = [one for one in short if one.dtype == dtype]
+        norms.append(torch.stack(torch._foreach_norm(alike, dtype=WIDER.get(dtype))))
+    if not norms:  # of tensors without an element
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.cat([one.double() for one in norms]).square_().sum()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements, without a copy where they lie side by side in any order; those of a complex tensor as two each."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 def exact_gradient_norm(

@@ -1,4 +1,4 @@
-"""The norm of flat gradients: in stretches on the host, whole on a device, and accurate on both."""
+"""The norm of gradients: in stretches on the host, whole on a device, and accurate on both."""
 
 import math
 from types import SimpleNamespace
@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainers.training.clipping import STRETCH, exact_gradient_norm, gradient_norm, summands
+from trainers.training.clipping import PIECE, STRETCH, exact_gradient_norm, gradient_norm, sum_of_squares
 from trainers.training.layout import Treatment
 from trainers.training.reduction import GradientSegment
 
 ALONE = SimpleNamespace(all_reduce=lambda tensor, op="sum": None)
-BILLION = 1_200_000_000
 
 
 def flat(*tensors):
@@ -20,21 +19,33 @@ def flat(*tensors):
     return [GradientSegment(Treatment(True, n % 2 == 1, False), stretch=one) for n, one in enumerate(tensors)]
 
 
-def test_a_flat_gradient_is_one_summand_on_a_device_and_many_on_the_host():
-    """A kernel is started for each few hundred tensors, and each tensor costs time on the host."""
-    on_device = torch.empty(BILLION, dtype=torch.float32, device="meta")
-    assert [part.shape for part in summands(on_device)] == [on_device.shape]
-    parts = summands(torch.zeros(3 * STRETCH + 5))
-    assert [len(part) for part in parts] == [STRETCH, STRETCH, STRETCH, 5]
-    matrix = torch.zeros(STRETCH, 2)
-    assert summands(matrix) == (matrix,)
+def test_parts_of_any_layout_and_dtype_are_those_of_float64():
+    """Equal numbers too, of which rounding has one direction."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, dtype=torch.float32):
+        return torch.randn(shape, dtype=dtype, generator=generator)
+
+    every = [
+        drawn(), drawn(0), drawn(STRETCH - 1), drawn(STRETCH), drawn(3, STRETCH, 7).permute(2, 0, 1),
+        drawn(999, 777).t(), drawn(1000, 1000)[:, ::3], drawn(7).expand(1000, 7), drawn(PIECE + 5),
+        drawn(64, 32, 3, 3).contiguous(memory_format=torch.channels_last),
+        drawn(999, 77, dtype=torch.complex64).conj().t(), drawn(999, 77, dtype=torch.float64),
+        drawn(999, 77).half(), drawn(999, 77).bfloat16(),
+        torch.full((1024, 1024), 0.1), torch.full((STRETCH - 1,), 0.7),
+    ]  # fmt: skip
+    expected = [float(one.abs().double().square().sum()) for one in every]
+    for one, square in zip(every, expected, strict=True):
+        assert float(sum_of_squares([one])) == pytest.approx(square, rel=1e-6)
+    found = sum_of_squares(every)
+    assert found.dtype == torch.float64 and float(found) == pytest.approx(sum(expected), rel=1e-6)
 
 
 def assert_accurate(device):
     """Of equal numbers rounding has one direction, and adds up; a float32 sum of 2**25 of them would be wrong."""
     count = 2**25
     found = gradient_norm(flat(torch.full((count,), 0.1, device=device), torch.full((7,), 0.1, device=device)), ALONE)
-    assert found == pytest.approx(math.sqrt((count + 7) * float(torch.tensor(0.1)) ** 2), rel=1e-5)
+    assert found == pytest.approx(math.sqrt((count + 7) * float(torch.tensor(0.1)) ** 2), rel=1e-6)
 
 
 def test_the_norm_is_accurate_on_the_host():
