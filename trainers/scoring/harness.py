@@ -119,7 +119,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             prompts.append(tokens[-room:] or [self.prefix_token_id])
             sampling = {"temperature": float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0}
             if sampling["temperature"]:
-                sampling |= {"top_k": int(kwargs.get("top_k") or 0), "top_p": float(kwargs.get("top_p") or 1.0)}
+                share = kwargs.get("top_p")
+                sampling |= {"top_k": int(kwargs.get("top_k") or 0), "top_p": 1.0 if share is None else float(share)}
             end = None if self.eot_token_id is None else self.own_tokenizer.decode([self.eot_token_id])
             stops = [stop for stop in handle_stop_sequences(kwargs.get("until"), eos=end) if stop]
             asked.append({"count": count, "stop": stops, "sampling": sampling})

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.sentencepiece import sentencepiece
 from tests.support.weights.hugging_face import to_hugging_face
+from tplayers import Sampling
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.gpt import GPTTrainConfig
@@ -249,3 +250,19 @@ def test_bad_input_is_one_clear_error(outcomes, folder, name):
     assert one.codes == [2, 2] and not one.err[1]
     (line,) = [line for line in one.err[0].splitlines() if line.startswith("error: ")]
     assert REFUSED[name][1].replace("{}", str(folder)) in line
+
+
+def test_a_share_of_0_is_not_all_tokens(tokenizer):
+    """It is refused, as by generate; a share that is not given is the whole."""
+    from trainers.scoring.harness import HarnessModel
+
+    asked = []
+    service = SimpleNamespace(
+        tokenizer=tokenizer, generate=lambda prompts, given: asked.extend(given) or [[] for _ in prompts]
+    )
+    sampling = {"until": ["."], "do_sample": True, "temperature": 0.7}
+    requests = [(("the", sampling | more), None) for more in ({}, {"top_p": None}, {"top_p": 0.5}, {"top_p": 0.0})]
+    HarnessModel(service, length=LENGTH).generate_until(instances("generate_until", requests))
+    assert [one["sampling"]["top_p"] for one in asked] == [1.0, 1.0, 0.5, 0.0]
+    with pytest.raises(ValueError, match="top_p=0.0: must be above 0"):
+        Sampling(**asked[-1]["sampling"])
