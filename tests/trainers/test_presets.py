@@ -286,7 +286,7 @@ def test_no_warm_up_is_not_the_default_warm_up():
 def test_a_warm_up_of_a_fraction_ends_before_the_decay():
     """It has steps only when the training data is read, which is after the other options are compared."""
     config = FinetuneConfig(epochs=25, lr_warmup_fraction=0.25, lr_decay_iters=25, micro_batch_size=1)
-    with pytest.raises(UsageError, match=r"--lr-warmup-fraction 0.25: is 25 of 100 steps, .* below --lr-decay-iters 25"):
+    with pytest.raises(UsageError, match=r"--lr-warmup-fraction 0.25: is 25 of 100 steps, .* --lr-decay-iters 25"):
         config.scheduled(4, 1)
     assert replace(config, lr_decay_iters=26).scheduled(4, 1).lr_warmup_iters == 25
     assert replace(config, lr_warmup_iters=24).scheduled(4, 1).lr_warmup_iters == 24

@@ -264,5 +264,5 @@ def test_a_share_of_0_is_not_all_tokens(tokenizer):
     requests = [(("the", sampling | more), None) for more in ({}, {"top_p": None}, {"top_p": 0.5}, {"top_p": 0.0})]
     HarnessModel(service, length=LENGTH).generate_until(instances("generate_until", requests))
     assert [one["sampling"]["top_p"] for one in asked] == [1.0, 1.0, 0.5, 0.0]
-    with pytest.raises(ValueError, match="top_p=0.0: must be above 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         Sampling(**asked[-1]["sampling"])
