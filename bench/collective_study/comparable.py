@@ -2,7 +2,7 @@
 
 A row counts if its median has an interval and if it is of a state of the machine that is shown. A row that did not
 converge counts with its wide interval, and who shows it marks it. Rows of several dtypes, reductions or states are
-never taken together: `Kind.of` says which of them a model has, whatever their order in a file.
+never taken together: `KindOfRows.of` says which of them a model has, whatever their order in a file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def signs(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindOfRows:
     """The one dtype, reduction and state of the rows that a model is made of. None: the rows do not say.
 
     words: a sentence about a choice among several, "" if there was none.
@@ -65,7 +65,7 @@ class Kind:
     words: str = ""
 
     @staticmethod
-    def of(rows: Sequence[Mapping[str, Any]], **given: str | None) -> Kind:
+    def of(rows: Sequence[Mapping[str, Any]], **given: str | None) -> KindOfRows:
         """The kind of ``rows``: what is ``given`` of dtype, redop and state, or else float32, sum, and most calls.
 
         Of several states the one counts in which most calls were made, and of equal ones the first by name. Raises
@@ -97,7 +97,7 @@ class Kind:
                 raise UsageError(f"--{name}: the results have several; give one of {', '.join(there)}")
             if len(there) > 1:
                 said.append(f"{chosen[name]} of {', '.join(there)} (--{name} chooses)")
-        return Kind(**chosen, words=f"the model has {'; '.join(said)}" if said else "")
+        return KindOfRows(**chosen, words=f"the model has {'; '.join(said)}" if said else "")
 
     def has(self, row: Mapping[str, Any]) -> bool:
         """Whether a row is of this kind. One that has no dtype, reduction or state is of every kind."""

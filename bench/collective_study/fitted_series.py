@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.collective_study.comparable import Kind
+from bench.collective_study.comparable import KindOfRows
 from bench.collective_study.piecewise import MISS, FittedSegment, PiecewiseFit, deviations
 from bench.collective_study.results import Series
 from bench.collective_study.tables import crosses, draw_pairs
@@ -47,11 +47,11 @@ def model_of(
 ) -> tuple[FittedModel, list[FittedSeries], list[str]]:
     """The model for `commengine.cost`, the series from which it is made, and what a reader has to know of them.
 
-    given: the dtype, redop and state of the model, where they are chosen; see `Kind.of`, which raises UsageError. Of
+    given: the dtype, redop and state of the model, where they are chosen; see `KindOfRows.of`, which raises UsageError. Of
     these series the first transport counts, in place where it was measured; for p2p the first one of MESSAGES.
     """
     of_cost = [one for one in fitted if one.operation in OPERATIONS]
-    kind = Kind.of([one.series.key | {"iterations": one.series.calls} for one in of_cost], **(given or {}))
+    kind = KindOfRows.of([one.series.key | {"iterations": one.series.calls} for one in of_cost], **(given or {}))
     used: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key["transport"] for one in fitted]
 

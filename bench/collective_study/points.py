@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from bench.collective_study.comparable import Kind, comparable
+from bench.collective_study.comparable import KindOfRows, comparable
 from commengine.cost import FittedModel, Segment
 
 #: the transports of the engine: gradients lie in windows where the ranks of a node have them
@@ -16,11 +16,11 @@ OURS = ("engine", "shared")
 def model_of_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
     """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
 
-    rows: of bench.collectives; those count that may be compared, of one dtype, reduction and state (`Kind.of`). It
+    rows: of bench.collectives; those count that may be compared, of one dtype, reduction and state (`KindOfRows.of`). It
     tells the times of the ranks and operations that were measured at two sizes or more, and no others.
     """
     ours = [row for row in comparable(rows) if row["transport"] in OURS]
-    kind = Kind.of(ours)
+    kind = KindOfRows.of(ours)
     times: dict[tuple[str, int], dict[int, float]] = {}
     for row in ours:
         if kind.has(row):

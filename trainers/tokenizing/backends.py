@@ -23,7 +23,7 @@ _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenizerClass:
     """A class of tokenizers. model: the kind of model in its tokenizer.json. tokens: those that it names by itself."""
 
     model: str
@@ -91,10 +91,10 @@ def bert_frame(backend: tokenizers.Tokenizer, settings: Settings) -> None:
 
 _ENDS = {"unk_token": _END, "bos_token": _END, "eos_token": _END}
 KINDS = {
-    classes.GPT2: Kind("BPE", _ENDS | {"pad_token": None}, _gpt2),
-    classes.QWEN2: Kind("BPE", _ENDS | {"bos_token": None, "pad_token": _END}, _qwen2),
-    classes.LLAMA: Kind("BPE", {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _llama),
-    classes.BERT: Kind(
+    classes.GPT2: TokenizerClass("BPE", _ENDS | {"pad_token": None}, _gpt2),
+    classes.QWEN2: TokenizerClass("BPE", _ENDS | {"bos_token": None, "pad_token": _END}, _qwen2),
+    classes.LLAMA: TokenizerClass("BPE", {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _llama),
+    classes.BERT: TokenizerClass(
         "WordPiece", {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}, _bert
     ),
 }
