@@ -58,7 +58,7 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
     calls.Allreduce(mpi.IN_PLACE, (ends, mpi.INT64_T), mpi.MIN)
     if ends[0] == -ends[1]:
         if problem is not None:
-            raise CollectiveError(problem)
+            raise _of_all(CollectiveError(problem))
         return
     if len(encoded) > RECORD_BYTES:
         encoded = encoded[: RECORD_BYTES - 20] + f"... {digest.hex()}".encode()
@@ -70,10 +70,15 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
         ranks.setdefault(record.rstrip(b"\0").decode(errors="replace"), []).append(rank)
     problems = [(who, said.removeprefix(_PROBLEM)) for said, who in ranks.items() if said.startswith(_PROBLEM)]
     if problems:
-        raise CollectiveError("; ".join(f"{ranks_named(who)}: {said}" for who, said in problems))
+        raise _of_all(CollectiveError("; ".join(f"{ranks_named(who)}: {said}" for who, said in problems)))
     common = set.intersection(*(set(words.split("\n")[1:]) for words in ranks))
     calls_of = [(who, _call(said, common)) for said, who in ranks.items()]
-    raise disagreement(member, calls_of)
+    raise _of_all(disagreement(member, calls_of))
+
+
+def _of_all(error: CollectiveError) -> CollectiveError:
+    error.on_all_ranks = True
+    return error
 
 
 def extremes(calls: Any, numbers: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -485,7 +485,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
             if isinstance(stream, MessageStream):
                 stream.land()  # before the time of `close` counts: a report then names the message and its peer
         with self._calls.watching("close", "life"):
-            if self.checked or (watched is not None and not watched.over):
+            if self.checked or (watched is not None and (watched.left or not watched.over)):
                 agree(self, self._comparing, "close")
             for part in self._blocks.values():
                 untold += [] if part._calls.closed else part._free()
@@ -511,10 +511,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
         return untold
 
     def end_with_mpi(self, reason: str) -> None:
-        """Finish the streams as at the end of a program, and close on this rank alone: MPI is about to end."""
+        """Close on this rank alone: MPI is about to end, and the streams are finished."""
         if not self._calls.closed:
-            for stream in self._streams:
-                stream.end_with_program()
             self._calls.stop(reason, between=True)
             self._abandon()
 
@@ -525,9 +523,10 @@ class Communicator(OperationCalls, OwnsCommunicators):
 
     def _abandon(self) -> None:
         """Close what takes no more calls: the other ranks may be anywhere, so nothing here is collective."""
-        reason = self._calls.stopped
+        if not is_child_of_rank():
+            self._calls.tell()  # a second signal may have kept it from that
         for part in self._blocks.values():
-            part._calls.stopped = part._calls.stopped or reason
+            part._calls.stop(self._calls.stopped or "its communicator is closed", between=True)
             part._abandon()
         self._blocks.clear()
         compiled_ops.unregister(self.handle)
@@ -556,9 +555,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
 
 def _drop(name: str, streams: list[Stream], watch: Watch | None) -> None:
     """End the threads of a communicator that nobody refers to any more. Waits for nothing: any thread may be here."""
-    problem = "close it: MPI's communicators stay until then, and MPICH has 2048 of them"
-    warnings.warn(f"Communicator {name!r} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
     for stream in streams:
         stream.drop()
     if watch is not None:
         watch.drop()
+    problem = "close it: MPI's communicators stay until then, and MPICH has 2048 of them"
+    warnings.warn(f"Communicator {name!r} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)

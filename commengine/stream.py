@@ -263,6 +263,7 @@ class Stream:
 
     def drop(self) -> None:
         """End the worker when it has done what is enqueued; nobody can enqueue more. Waits for nothing."""
+        self.closed = True
         self._queue.put(None)
 
     def end_with_program(self) -> None:
@@ -306,7 +307,12 @@ class Stream:
         return None if not self._failed or any(event._told for event in self._failed) else self._failure
 
     def _put(self, call: Callable[[], None], event: Event) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self.closed:  # dropped: the worker does what it has, and ends
+            if isinstance(event, Work):
+                raise CollectiveError(f"stream {self.name} is closed")
+            self._worker.join()
+            self._run(call, event)
+        elif self._worker is not None:
             self._queue.put((call, event))
         elif self.threaded:
             raise CollectiveError(f"stream {self.name} is closed")
@@ -358,7 +364,11 @@ def ends_with_program(stream: Stream) -> None:
 
 
 def _program_ends() -> None:
-    if is_child_of_rank() or load_mpi().Is_finalized():
-        return
+    if not is_child_of_rank() and not load_mpi().Is_finalized():
+        finish_streams()
+
+
+def finish_streams() -> None:
+    """Finish all streams that are open, in the same order on all ranks, as long as a program that ends can wait."""
     for stream in sorted(_streams, key=lambda one: one.name):
         stream.end_with_program()

@@ -47,8 +47,8 @@ def model_of(
 ) -> tuple[FittedModel, list[FittedSeries], list[str]]:
     """The model for `commengine.cost`, the series from which it is made, and what a reader has to know of them.
 
-    given: the dtype, redop and state of the model, where they are chosen; see `KindOfRows.of`, which raises UsageError. Of
-    these series the first transport counts, in place where it was measured; for p2p the first one of MESSAGES.
+    given: the dtype, redop and state of the model, where they are chosen; see `KindOfRows.of`, which raises UsageError.
+    Of these series the first transport counts, in place where it was measured; for p2p the first one of MESSAGES.
     """
     of_cost = [one for one in fitted if one.operation in OPERATIONS]
     kind = KindOfRows.of([one.series.key | {"iterations": one.series.calls} for one in of_cost], **(given or {}))

@@ -16,8 +16,8 @@ OURS = ("engine", "shared")
 def model_of_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
     """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
 
-    rows: of bench.collectives; those count that may be compared, of one dtype, reduction and state (`KindOfRows.of`). It
-    tells the times of the ranks and operations that were measured at two sizes or more, and no others.
+    rows: of bench.collectives; those count that may be compared, of one dtype, reduction and state (`KindOfRows.of`).
+    It tells the times of the ranks and operations that were measured at two sizes or more, and no others.
     """
     ours = [row for row in comparable(rows) if row["transport"] in OURS]
     kind = KindOfRows.of(ours)

@@ -27,7 +27,7 @@ from commengine.agreement import agree, describe
 from commengine.device.backends import Backend, NcclBackend
 from commengine.device.staged import HostedBackend
 from commengine.device.stream import DeviceStream
-from commengine.errors import TransferError, call_error
+from commengine.errors import CollectiveError, TransferError, call_error
 from commengine.mpi import load_mpi
 from commengine.operations.operation import Call, Operation
 from commengine.operations.uneven.rows import UnevenOperation
@@ -53,10 +53,12 @@ class Dispatcher:
         self.rank, self.size, self.name = comm.rank, comm.size, comm.name
         self.said = Said()
         self.closed = False
+        self._between = False  # of the stop (`Flags.stop`)
         self.stopped: str | None = None  # why no call is taken any more, although the communicator is open
         # A call is under way: the test and the setting of it are one step for Python's threads. A call that raises
         # sets it back last, so that a second signal leaves it set, and not a communicator that seems whole.
         self.busy = False
+        self.holder: int | None = None  # the thread of the call under way, if the call is a block (`_Block`)
         self._nccl: Any = None  # the transport of device tensors, if NCCL carries them
         self._hosted: HostedBackend | None = None  # the same, if MPI carries them
         self._comm, self._watched = weakref.proxy(comm), watched  # a group that is dropped goes at once
@@ -115,13 +117,17 @@ class Dispatcher:
 
         between: see `Flags.stop`.
         """
+        if self.stopped is None:
+            self.stopped, self._between = reason, between
+            self._choose_path()
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the ranks that share memory with this one that it has stopped. May be done again."""
         if self.stopped is not None:
-            return
-        self.stopped = reason
-        self._choose_path()
-        self._comm._host.stop(reason, between=between)
-        for stream in self._comm._streams:
-            stream.stop(reason, between=between)
+            self._comm._host.stop(self.stopped, between=self._between)
+            for stream in self._comm._streams:
+                stream.stop(self.stopped, between=self._between)
 
     def failed(self, operation: str, error: BaseException) -> NoReturn:
         """End a call that began and raised ``error``: stop, unless the ranks are in step. Raises what the user gets."""
@@ -158,8 +164,10 @@ class Dispatcher:
                 return self._run_or_collect(Call.of(operation, args, self.size), stream)
             except BaseException as error:
                 self._left(operation.name, error)
+        if self._blocks and threading.get_ident() in self._blocks:
+            return self._run_or_collect(Call.of(operation, args, self.size), stream)
         if self.busy:
-            raise busy_error(self, operation.name)
+            raise self._busy(operation.name)
         try:
             self.busy = True
             work: Work = DONE
@@ -178,30 +186,13 @@ class Dispatcher:
         except BaseException as error:
             self.failed(operation.name, error)
 
-    @contextlib.contextmanager
-    def _alone(self, operation: str) -> Iterator[None]:
-        """Mark that a call is under way. Those on streams may be several."""
-        if self.busy:
-            raise busy_error(self, operation)
-        try:
-            self.busy = True
-            yield
-            self.busy = False
-        except GeneratorExit:  # a signal came before the block began
-            self.busy = False
-            raise
-        except BaseException as error:
-            self.failed(operation, error)
-
-    @contextlib.contextmanager
-    def _enqueuing(self, operation: str) -> Iterator[None]:
-        """Stop if a call is left while it goes to a stream: nobody knows whether the stream has it."""
-        try:
-            yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._left(operation, error)
+    def _busy(self, operation: str) -> CollectiveError:
+        """The error of a call that begins while another one is under way, or seems to be."""
+        if self.holder == threading.get_ident():  # a signal came where its block ends
+            self.stop(f"rank {self.rank} left a call at {time.strftime('%H:%M:%S')} with a signal")
+            self.busy, self.holder = False, None
+            return call_error(self, operation, self.refusal or "")
+        return busy_error(self, operation)
 
     def _run_or_collect(self, call: Call, stream: Stream | None) -> Work:
         """Run a call, or keep it for the end of the open coalesce() block."""
@@ -299,7 +290,7 @@ class Dispatcher:
         finally:
             self._blocks.pop(thread, None)
             self._choose_path()
-        with self._alone("coalesce") if stream is None else self._enqueuing("coalesce"):
+        with _Block(self, "coalesce", alone=stream is None):
             self._run_block(block, stream)
 
     def refuse_block(self, operation: str) -> None:
@@ -320,7 +311,14 @@ class Dispatcher:
             for call in on_device:
                 self._admit(call, stream)
             self._run_on_device(on_device, stream)
-        works = [self._run(call, stream) for call in on_host]
+        works = []
+        for call in on_host:
+            try:
+                works.append(self._run(call, stream))
+            except CollectiveError as error:
+                # What is left of the block runs on ranks that did not raise.
+                error.in_step = error.in_step and (call is on_host[-1] or error.on_all_ranks)
+                raise
         whole: Event = DONE
         if isinstance(stream, MessageStream) and works:
             whole = works[0]  # its one exchange, and not what was started before it: that may take longer
@@ -349,7 +347,7 @@ class Dispatcher:
 
         about: tensor, reduction and root, for the report. An error of MPI becomes a CollectiveError.
         """
-        with self._alone(operation) if sequence == "life" else self._enqueuing(operation):
+        with _Block(self, operation, alone=sequence == "life"):
             entry = None
             if self._watched is not None:
                 entry = self._watched.enqueue(sequence, operation, *about, words=self.said.words)
@@ -368,7 +366,7 @@ class Dispatcher:
     def _agree(self, call: Call, stream: Stream | None) -> None:
         """Compare a collective on all ranks, with ``checked=True``. Sends and receives may differ."""
         if self._comm.checked and not call.peers:
-            turn = contextlib.nullcontext() if stream is None else self._alone(call.name)  # else it has begun already
+            turn = contextlib.nullcontext() if stream is None else _Block(self, call.name)  # else it has begun already
             with turn, self.watching(call.name, "agreeing", call.tensor, call.redop, call.root):
                 number = 0 if stream is None else stream.index
                 wire, about = self.host.wire, call.compared
@@ -425,3 +423,29 @@ class Dispatcher:
                 self, call.name,
                 f"stream {stream.name} is {kind} stream, the tensor lies on {tensor.device}: see new_stream",
             )  # fmt: skip
+
+
+class _Block:
+    """A ``with`` block that is one call of a dispatcher. An exception ends it as `Dispatcher.failed` says.
+
+    alone: no other call may be under way but on streams.
+    """
+
+    def __init__(self, calls: Dispatcher, operation: str, *, alone: bool = True) -> None:
+        self._calls, self._operation, self._alone = calls, operation, alone
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        if self._alone:
+            if calls.busy:
+                raise calls._busy(self._operation)
+            calls.busy, calls.holder = True, threading.get_ident()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        calls = self._calls
+        if error is not None:  # also GeneratorExit: a signal came where a generator's block begins or ends
+            calls._settle(self._operation, error)
+        if self._alone:
+            calls.busy, calls.holder = False, None
+        if isinstance(error, calls._failures):
+            raise transport_error(calls, self._operation, error) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
+from commengine.stream import finish_streams
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _keyval: int | None = None
@@ -31,6 +32,7 @@ def follow(comm: Any) -> None:
 def _mpi_ends(*_: object) -> None:
     if is_child_of_rank():
         return
+    finish_streams()
     for comm in list(_open):
         comm.end_with_mpi(f"rank {comm.rank} finalised MPI at {time.strftime('%H:%M:%S')}")
 

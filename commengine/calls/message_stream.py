@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commengine.errors import CollectiveError, TransferError
+from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
 from commengine.operations.messages import Flight, MessageOperation
 from commengine.operations.operation import Call
@@ -46,7 +47,8 @@ class MessageWork(Work):
 
     def done(self) -> bool:
         """Whether the messages are over. Never blocks."""
-        if not self._turn.acquire(blocking=False):  # another thread waits for them
+        # Another thread waits for them, or they are those of the parent of this process.
+        if is_child_of_rank() or not self._turn.acquire(blocking=False):
             return False
         try:
             return self._flight is None or self._finish(self._flight.test)
@@ -54,6 +56,8 @@ class MessageWork(Work):
             self._turn.release()
 
     def _reach(self) -> None:
+        if is_child_of_rank():
+            raise CollectiveError("this process is a forked child: its parent has the messages")
         with self._turn:
             if self._flight is None:
                 return

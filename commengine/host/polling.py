@@ -48,12 +48,15 @@ class PollingCalls:
         start = getattr(self._comm, f"I{name.lower()}")
 
         def call(*args: Any) -> None:
-            request = start(*args)
+            request = None
             try:
+                request = start(*args)
                 self.wait(request.Test)
-            except BaseException:
-                land(request.Test)
-                if request:  # all that the call has stays, also what only its own frames hold
+            except BaseException as error:
+                if request is not None:
+                    land(request.Test)
+                # All that the call has stays, also what only its own frames hold. A signal may have kept the request.
+                if request or (request is None and not isinstance(error, (load_mpi().Exception, OverflowError))):
                     _left.append(_held())
                 raise
 

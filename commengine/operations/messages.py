@@ -109,6 +109,7 @@ class Flight:
         self._wire = wire
         self._transfers = sorted(transfers, key=lambda transfer: transfer[0])  # receives first
         self._requests: list[Any] = []
+        self._starting = False  # MPI may have a message whose request is not in the list
         self._statuses: list[Any] = []
         self._too_long: Exception | None = None
         self._most = len(transfers)  # the messages that MPI may have
@@ -116,10 +117,12 @@ class Flight:
     def start(self) -> None:
         """Give all messages to MPI."""
         wire = self._wire
+        self._starting = True
         for verb, tensor, peer in self._transfers:
             start = wire.calls.Irecv if verb == "recv" else wire.calls.Isend
             self._requests.append(start(wire.moved(tensor), peer))
             self._statuses.append(wire.status())
+        self._starting = False
 
     def test(self) -> bool:
         """Whether all messages are over. Never blocks."""
@@ -161,7 +164,7 @@ class Flight:
 
     def keep(self) -> None:
         """Keep the tensors for the life of the process if MPI may read or write them still."""
-        if any(self._requests):
+        if self._starting or any(self._requests):
             _left.append(self)
 
     def _check_lengths(self) -> None:

@@ -116,9 +116,13 @@ class Flags:
 
     @property
     def stopped(self) -> str | None:
-        """Why a rank of the node has stopped; None if none has."""
-        who = self._stopped[0]
-        return bytes(self._reasons[abs(who) - 1]).rstrip(b"\0").decode(errors="replace") if who else None
+        """Why a rank of the node has left a call; None if none has."""
+        return self._reason if self._stopped[0] > 0 else None
+
+    @property
+    def _reason(self) -> str:
+        """What the rank said that has stopped."""
+        return bytes(self._reasons[abs(self._stopped[0]) - 1]).rstrip(b"\0").decode(errors="replace")
 
     # Comparing calls --------------------------------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class Flags:
         self._mine[_ROUND] = self._round
         self._await(_ROUND, self._round)
         if self._stopped[0] > 0:
-            raise StoppedError(self.stopped)
+            raise StoppedError(self._reason)
 
     # Stages -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +283,7 @@ class Flags:
                 with threading.Lock():  # a fence
                     pass
                 if flags[word] < value:  # the rank that stopped has not come here before
-                    raise StoppedError(self.stopped)
+                    raise StoppedError(self._reason)
             return False
 
         return looked

@@ -91,7 +91,7 @@ class WatchedGroup:
     alarms: asked at every look until the communicator is closed; each returns a problem from elsewhere, such as an
         asynchronous error of NCCL, or None.
     splits: how often the group was split.
-    over: the root communicator is closed, and nobody looks any more.
+    over: the root communicator is closed, and nobody looks any more. left: on this rank alone.
     """
 
     key: str
@@ -105,6 +105,7 @@ class WatchedGroup:
     alarms: list[Callable[[], str | None]] = field(default_factory=list)
     splits: int = 0
     over: bool = False
+    left: bool = False
 
     def enqueue(
         self, sequence: str, operation: str, tensor: Tensor | None = None, redop: str | None = None,

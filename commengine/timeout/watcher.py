@@ -162,7 +162,7 @@ class Watch:
         self._ending.set()
         self._closed = True
         for group in self._groups.values():
-            group.over = True
+            group.over = group.left = True
         self.running.clear()
         _watches.discard(self)
         if self._crash is not None:

@@ -275,3 +275,63 @@ def test_a_stream_of_messages_stops_where_mpi_fails(mpi_world, monkeypatch):
         with pytest.raises(CollectiveError, match="stream world/stream1 stopped at an earlier failure"):
             comm.send(torch.ones(4), peer, stream=lane)
         comm.barrier()  # the caller's own calls go on
+
+
+@pair
+def test_a_block_of_which_something_is_left_stops_the_communicator(mpi_world):
+    """The other ranks run the rest: the next call of this one would be taken for it."""
+    if mpi_world.size != 2:
+        pytest.skip("one message between two ranks")
+    with Communicator(mpi_world, device="cpu", switch_points=ALWAYS) as comm:
+        x = torch.ones(5000)
+        comm.all_reduce(x)
+
+        def block():
+            with comm.coalesce():
+                comm.send(torch.ones(3), 1) if comm.rank == 0 else comm.recv(torch.ones(5), 0)
+                comm.all_reduce(x)
+
+        with pytest.raises(CollectiveError) as caught:
+            block()
+        assert not caught.value.in_step
+        refused(comm, lambda: comm.all_reduce(x), "rank 1 left coalesce at .* got a message of 3")
+
+
+@pair
+def test_the_blocks_of_a_closed_communicator_are_told(comm, monkeypatch):
+    part, x = comm.block(comm.size), torch.ones(5000)
+    part.all_reduce(x), comm.all_reduce(x)
+    if comm.rank == 0:
+        monkeypatch.setattr(all_reduce, "reduce_two" if comm.size == 2 else "_reduce_rows", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            comm.all_reduce(x)
+        comm.close()
+    else:
+        refused(part, lambda: part.all_reduce(x), "rank 0 left all_reduce at .* with ZeroDivisionError")
+
+
+ENDED = """
+import time, torch
+from mpi4py import MPI
+from commengine import Communicator, launch, trace
+def main(world):
+    shared = world.empty(1 << 18)
+    world.all_reduce(shared.fill_(1))
+    lane = world.new_stream(threaded=False)
+    if world.rank == 0:
+        world.send(torch.full((4,), 7.0), 1), world.send(torch.full((4,), 8.0), 1, stream=lane)
+    else:
+        time.sleep(1)
+        one, two = torch.zeros(4), torch.zeros(4)
+        with trace(world):
+            world.recv(one, 0)
+        world.recv(two, 0, stream=lane).wait()
+        print(one[0].item(), two[0].item())
+launch.run(main)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_sent_before_it_ended_arrives():
+    done = mpirun.run(2, "-c", ENDED, fresh=True)
+    assert (done.returncode, done.stdout) == (0, "7.0 8.0\n"), done
