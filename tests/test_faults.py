@@ -17,13 +17,15 @@ from tests.support.faults.results import BEGIN, END, Results, write_table
 
 PARTS = {name: parts.Part(name) for name in parts.names()}
 #: `make test` runs the cheap parts. Other tests of it do the same as the cases of some others:
-#: tests/trainers/checkpoints/test_checkpoint.py kills a rank in a save, test_checkpoint_writer_failures.py beside it
-#: fills disks, tests/trainers/run/test_stopping.py sends signals, tests/trainers/test_supervise.py starts runs again,
-#: and tests/commengine/shared_memory/test_files.py has small disks for shared memory.
+#: tests/trainers/checkpoints/test_checkpoint.py kills a rank in a save, test_history.py a run that goes back,
+#: test_checkpoint_writer_failures.py beside them fills disks, tests/trainers/run/test_stopping.py sends signals,
+#: tests/trainers/test_supervise.py starts runs again, and tests/commengine/shared_memory/test_files.py has small disks
+#: for shared memory.
 MARKS = {
     "slurm": pytest.mark.slurm,
     **dict.fromkeys(
-        ("saves", "kills", "full_disks", "signals", "small_shm", "flips", "links", "supervised"), pytest.mark.long
+        ("saves", "kills", "going_back", "full_disks", "signals", "small_shm", "flips", "links", "supervised"),
+        pytest.mark.long,
     ),
 }
 CASES = [

@@ -237,7 +237,9 @@ class TrainConfig(JobConfig):
     save: Text | None = option(None, "folder for checkpoints, metrics.jsonl and the report")
     load: Text | None = option(None, LOAD)
     overwrite: bool = option(
-        False, "a new run first removes the checkpoints, metrics and report that an older run left in --save"
+        False,
+        "a new run first removes the checkpoints, metrics and report that an older run left in --save; with --load "
+        "SAVE/iter_N a run goes back to step N and removes what is newer",
     )
     save_interval: AtLeastOne | None = option(None, "steps between checkpoints (default: at the end only)")
     async_save: bool = option(

@@ -218,6 +218,8 @@ class CheckpointWriter:
         try:
             work()
         except OSError as error:
+            if (problem := self._lost()) is not None:  # which is why it failed
+                raise UsageError(problem) from error
             folder, beside = self._folder, self._beside
             file = str(error.filename or beside).replace(str(beside), str(beside.with_suffix("")))
             said = f"--save {folder}: writing {file} failed: {error.strerror or error}"

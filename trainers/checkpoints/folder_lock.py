@@ -8,6 +8,8 @@ numbers), or if the file was not touched for a minute of the file system's own t
 A dead holder is followed by the one rank that makes ``run.lock.after.NONCE``, with the nonce of the dead record: each
 record has one successor at most. The successor then renames this file to ``run.lock``. Another rank that has seen the
 dead record before, and makes its successor's file after the renaming, finds ``run.lock`` changed and tries again.
+
+The holder keeps the folder open. Another folder under its name, or none, means that somebody has renamed the holder's.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
+        self._folder: int | None = None  # a descriptor: while it is open no other folder gets its inode
 
     def attempt(self) -> Record | None:
         """Take the lock: None, or the living holder's record. Raises OSError where files cannot be made.
@@ -154,6 +157,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                     raise
                 pointer.make_room(self.path.parent)
                 made_room = True
+        self._folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._touch, name="lock of the save folder", daemon=True)
         self._thread.start()
         return None
@@ -210,6 +214,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
     def _touched(self) -> None:
         """Touch the file, or make it again if somebody removed it. Another holder's file is a problem."""
+        if self.problem() is not None:
+            return
         now = read(self.path)
         if now is None:
             self._make(self.path)
@@ -222,8 +228,25 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
             )
 
     def problem(self) -> str | None:
-        """Why this process has lost the lock; None while it holds it."""
+        """Why this process has lost the lock or the folder; None while it holds them. It takes 6 us."""
+        if self._problem is None and self._is_elsewhere():
+            folder = self.path.parent
+            self._problem = (
+                f"--save {folder}: the folder of this run was renamed or removed while the run was at work, and "
+                f"{'another one has its name' if folder.exists() else 'none has its name'}; this run ends. Give the "
+                f"folder its name back, or give its new name to --save and --load: the run goes on from its newest "
+                "checkpoint there"
+            )
         return self._problem
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the folder's name is no longer that of the folder that was locked."""
+        if self._folder is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._folder), self.path.parent.stat())
+        except OSError as error:  # other errors are told by those who write
+            return error.errno in (errno.ENOENT, errno.ENOTDIR)
 
     def release(self) -> None:
         """Give the lock back, if this process holds it. Never raises: the error that ends a run is what is told.
@@ -235,6 +258,11 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         self._ended.set()
         if self._thread is not None:  # it might make the file again
             self._thread.join()
+        elsewhere, folder, self._folder = self._is_elsewhere(), self._folder, None
+        if folder is not None:
+            os.close(folder)
+        if elsewhere:  # the record there is that of a dead process soon
+            return
         with contextlib.suppress(OSError):
             if (now := read(self.path)) is not None and now.nonce == self._me["nonce"]:
                 self.path.unlink()

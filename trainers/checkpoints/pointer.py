@@ -17,6 +17,9 @@ from . import disk
 LATEST = "latest"
 BEST = "best"
 
+#: in place of a name in ``latest``: the folder's run is being removed, and none of its checkpoints counts any more
+NONE = "none"
+
 #: the last file that is written into a checkpoint's folder, before it gets its name
 STATE = "state.json"
 
@@ -66,7 +69,30 @@ def latest(folder: Path) -> Path | None:
 
     Without a pointer it is the one of the highest iteration: a job was killed before it had written its first pointer.
     """
+    if is_cleared(folder):
+        return None
     return _named(folder, LATEST) or max(complete(folder), key=_iteration, default=None)
+
+
+def is_cleared(folder: Path) -> bool:
+    """Whether the removal of the run in ``folder`` has begun (`clear`)."""
+    try:
+        return (folder / LATEST).is_file() and (folder / LATEST).read_bytes() == _pointing_to(NONE)
+    except OSError:  # `latest` says so
+        return False
+
+
+def clear(folder: Path) -> None:
+    """Remove all checkpoints. From the first change on the folder has none. Raises OSError.
+
+    A pointer that says so stays, until the caller has removed what else is of the run.
+    """
+    found = folders(folder)
+    if found:
+        point_to(folder, NONE)
+    disk.remove(folder / BEST)
+    for path in found:
+        discard(path)
 
 
 def best(folder: Path) -> Path | None:
@@ -75,13 +101,13 @@ def best(folder: Path) -> Path | None:
     One that is newer than the newest is none: the run has gone back behind it.
     """
     found, newest = _named(folder, BEST), latest(folder)
-    return None if found and newest and _iteration(found) > _iteration(newest) else found
+    return found if found and newest and _iteration(found) <= _iteration(newest) else None
 
 
 def history(folder: Path) -> list[Path]:
-    """The checkpoints of the run in ``folder``: the `complete` ones up to the newest. Raises UsageError as `latest`."""
-    newest = latest(folder)
-    return [path for path in complete(folder) if newest and _iteration(path) <= _iteration(newest)]
+    """The `complete` checkpoints of ``folder`` up to the one that its pointer names, if it names one."""
+    newest = -1 if is_cleared(folder) else _points_to(folder, LATEST)
+    return [path for path in complete(folder) if newest is None or _iteration(path) <= newest]
 
 
 def _points_to(folder: Path, file: str) -> int | None:

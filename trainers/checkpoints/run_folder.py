@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from commengine import UsageError
 from trainers.config import TrainConfig, of_other_program
 
-from . import checkpoint, folder_lock, pointer
+from . import checkpoint, disk, folder_lock, pointer
 
-#: Files that a run leaves in its folder beside checkpoints. TensorBoard's files are kept, because TensorBoard shows the
-#: new run's rows in place of theirs.
+#: files that a run leaves in its folder beside checkpoints
 FILES = (
-    "latest", "latest.tmp", "best", "best.tmp",
-    "metrics.jsonl", "metrics.jsonl.tmp", "report.json", "report.json.tmp", "report.txt",
-    "loss.png",
+    "latest", "latest.tmp", "best", "best.tmp", "metrics.jsonl", "metrics.jsonl.tmp",
+    "report.json", "report.json.tmp", "report.txt", "loss.png", "experts.png",
 )  # fmt: skip
+#: the report: the first one is written last and removed first, so that where it is, the others are of the same steps
+REPORT = ("report.json", "report.txt", "loss.png", "experts.png")
 #: the folder in which a converted run keeps config.json and the tokenizer of the model that it is from
 OF_OTHERS = "hf_files"
 #: the folder for batches of steps whose loss was not finite, or jumped
@@ -27,17 +28,41 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
 
     Also None for a model of another program, such as ``hf:FOLDER``, with whose weights a new run starts.
 
+    A command that went back to ``D/iter_N``, which ``--keep-last`` has removed since, gets its newest checkpoint
+    (`history.begin` decides whether it is that very command).
+
     A batch job that may be started again gives both options the same folder, and so starts anew the first time and goes
     on later. Raises UsageError if any other folder holds no checkpoint.
     """
     if config.load is None or of_other_program(config.load):
         return None
     folder = Path(config.load)
-    found = checkpoint.find(folder)
+    found = checkpoint.find(folder) or own_checkpoint(config)
     if found is None and not _same(config.load, config.save):
         more = ". To start a new run if there is no checkpoint yet, give --save the same folder"
         raise checkpoint.missing(folder, more)
     return found
+
+
+def own_checkpoint(config: TrainConfig) -> Path | None:
+    """The newest checkpoint in ``--save``, if a command like this one, which goes back there, has saved it. Else None.
+
+    Like this one: with the same ``--load`` and ``--overwrite``.
+    """
+    if config.load is None or config.save is None or not config.overwrite:
+        return None
+    load = Path(config.load)
+    named = pointer.iteration_of(load)
+    if named is None or not _same(str(load.absolute().parent), config.save):
+        return None
+    try:
+        newest = pointer.latest(Path(config.save))
+        if newest is None or (pointer.iteration_of(newest) or 0) <= named:
+            return None
+        saved = checkpoint.saved_state(newest, verify=False).settings
+    except UsageError:  # damaged, and perhaps the reason for going back
+        return None
+    return newest if saved.get("load") == config.load and saved.get("overwrite") is True else None
 
 
 def require_free(config: TrainConfig) -> None:
@@ -52,13 +77,14 @@ def require_free(config: TrainConfig) -> None:
     for origin in (config.load, getattr(config, "pretrained_checkpoint", None)):  # only finetune has the second
         if of_other_program(origin):
             require_apart(folder, str(origin))
-        elif origin is not None and origin != config.load and _goes_on(config, checkpoint.find(Path(origin))):
+        elif origin is not None and origin != config.load and is_in_save(config, checkpoint.find(Path(origin))):
             raise UsageError(f"--save {folder}: holds the run that this one starts from; give another --save")
     if config.overwrite or _same(config.load, config.save):  # there, files newer than the pointer are left from a crash
         return
-    if _goes_on(config, found):
+    if is_in_save(config, found):
         assert found is not None
-        if newer := [path.name for path in pointer.complete(folder) if path.name > found.name]:
+        steps = pointer.iteration_of(found) or 0
+        if newer := [path.name for path in pointer.history(folder) if (pointer.iteration_of(path) or 0) > steps]:
             raise UsageError(
                 f"--load {config.load}: {folder} holds newer checkpoints ({', '.join(newer[:3])}), which the run would "
                 "replace; give another --save, or --overwrite"
@@ -79,25 +105,18 @@ def new_run(load: str) -> str:
     return f"starting a new run: no checkpoint in {load}"
 
 
-def goes_on(config: TrainConfig) -> bool:
-    """Whether the run continues one in ``--save``. Raises UsageError as `checkpoint_to_load` does."""
-    return config.load is not None and _goes_on(config, checkpoint_to_load(config))
-
-
-def clear(config: TrainConfig) -> None:
-    """With ``--overwrite``, remove the files that an older run left in ``--save``, unless this run goes on from it."""
-    if config.save is None or not config.overwrite or _goes_on(config, checkpoint_to_load(config)):
-        return
-    remove(Path(config.save))
+def is_in_save(config: TrainConfig, found: Path | None) -> bool:
+    """Whether ``found`` is a checkpoint of the run in ``--save``. One that was given another name is none."""
+    if found is None or config.save is None or pointer.iteration_of(found) is None:
+        return False
+    return _same(str(found.absolute().parent), config.save)
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of the run in ``folder``."""
-    for path in left(folder):  # the pointer first, so that it never names a missing folder
-        if path.is_dir() and not path.is_symlink():
-            pointer.discard(path)
-        else:
-            path.unlink()
+    """Remove the files of the run in ``folder``. A kill in it leaves no checkpoint that anybody reads."""
+    pointer.clear(folder)
+    for path in reversed(left(folder)):  # the pointer last
+        disk.remove(path)
 
 
 def left(folder: Path) -> list[Path]:
@@ -126,9 +145,14 @@ def require_apart(folder: Path, load: str) -> None:
         raise UsageError(f"--save {folder}: {how} the model {load}; give a folder that is apart from it")
 
 
-def _goes_on(config: TrainConfig, found: Path | None) -> bool:
-    """Whether ``found`` is a checkpoint of the run in ``--save``."""
-    return found is not None and config.save is not None and _same(str(found.absolute().parent), config.save)
+def reported(folder: Path) -> int | None:
+    """The steps of the run whose complete report ``folder`` holds, or None. Raises OSError."""
+    try:
+        written = json.loads((folder / REPORT[0]).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    steps = written.get("iteration") if isinstance(written, dict) else None
+    return steps if type(steps) is int else None
 
 
 def _same(one: str | None, other: str | None) -> bool:

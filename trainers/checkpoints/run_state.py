@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from commengine.errors import usage_errors
 from commengine.rank_zero import on_rank_zero
@@ -13,7 +12,7 @@ from trainers.config import TrainConfig
 from trainers.training.interfaces import ResumableBatchSource
 from trainers.training.trainer import Trainer
 
-from . import checkpoint, pointer, run_folder
+from . import checkpoint, history, pointer
 from .checkpoint_writer import DONE, WRITING, CheckpointWriter
 
 
@@ -87,29 +86,34 @@ class CheckpointSaver:
             on_rank_zero(self._trainer.grid.world, lambda: pointer.keep(folder, last, every))
 
 
-def resume(trainer: Trainer) -> list[str] | None:
-    """Load the checkpoint that ``--load`` names. None if there is none to load (`run_folder.checkpoint_to_load`).
+def begin(trainer: Trainer) -> history.Beginning:
+    """What the trainer's run begins with (`history.begin`). Collective over its world; raises UsageError on all."""
+    settings = _settings(trainer)
+    return history.Beginning(**on_rank_zero(trainer.grid.world, lambda: asdict(history.begin(settings))))
 
-    Returns lines for the user: where the run goes on, and what changed in its data. Collective over the trainer's
-    world. Raises UsageError, on all ranks, where the checkpoint is of another run or cannot be read.
+
+def resume(trainer: Trainer, beginning: history.Beginning | None = None) -> list[str] | None:
+    """Load the checkpoint with which the run begins. None if there is none to load (`history.begin`).
+
+    beginning: None to decide it here. Returns lines for the user: where the run goes on, and what changed in its data.
+    Collective over the trainer's world. Raises UsageError, on all ranks, where the checkpoint is of another run or
+    cannot be read.
     """
     if trainer.config.load is None:
         return None
     settings = _settings(trainer)
-
-    def find() -> list[Any]:
-        found = run_folder.checkpoint_to_load(settings)
-        return [None, None] if found is None else [str(found), asdict(checkpoint.read_state(found, settings))]
-
-    found, state = on_rank_zero(trainer.grid.world, find)
+    beginning = beginning or begin(trainer)
+    found = beginning.found
     if found is None:
         return None
-    progress = checkpoint.Progress(**state)
+    read = lambda: asdict(checkpoint.read_state(Path(found), settings))  # noqa: E731
+    progress = checkpoint.Progress(**on_rank_zero(trainer.grid.world, read))
     checkpoint.load(
         Path(found), progress, trainer.model, trainer.optimizer, trainer.grid, verify=settings.verify_checkpoints
     )
     trainer.continue_from(progress.iteration, progress.loss_scaler)
-    lines = [f"starting from iteration {progress.iteration} of {trainer.config.load}"]
+    of = trainer.config.load if beginning.repeats is None else trainer.config.save
+    lines = [f"starting from iteration {progress.iteration} of {of}"]
     if progress.data is not None and isinstance(trainer.batches, ResumableBatchSource):
         with usage_errors(f"--load: {Path(found) / 'state.json'}: "):  # on all ranks: all have the same record
             lines += trainer.batches.continue_from(progress.iteration, progress.data)

@@ -65,7 +65,7 @@ def unlike_settings(one: Path, other: Path) -> list[str]:
 def _histories(folder: Path) -> dict[str, dict[str, Any]]:
     """For each setting its values in their order, by the name of the first checkpoint that has each."""
     found: dict[str, dict[str, Any]] = {}
-    for path in pointer.complete(folder):
+    for path in pointer.history(folder):
         for name, value in saved_state(path, verify=False).settings.items():
             values = found.setdefault(name, {})
             if not values or list(values.values())[-1] != value:

@@ -21,7 +21,7 @@ def common_checkpoint(one: Path, other: Path, iteration: int | None) -> tuple[Pa
 
     None if the runs have no step in common.
     """
-    first, second = ({path.stem: path for path in pointer.complete(folder)} for folder in (one, other))
+    first, second = ({path.stem: path for path in pointer.history(folder)} for folder in (one, other))
     common = sorted(first.keys() & second.keys())
     if not common:
         return None
@@ -32,7 +32,7 @@ def common_checkpoint(one: Path, other: Path, iteration: int | None) -> tuple[Pa
 
 def last_checkpoints(one: Path, other: Path) -> tuple[Path, Path] | None:
     """The last checkpoint of each of two runs' folders, of whatever steps; None if a run has none."""
-    first, second = pointer.complete(one), pointer.complete(other)
+    first, second = pointer.history(one), pointer.history(other)
     return (first[-1], second[-1]) if first and second else None
 
 

@@ -117,6 +117,8 @@ def best_measures(run: Path, measure: str) -> dict[str, float]:
         rows, _ = metrics.read_rows(run / "metrics.jsonl")
     key = f"{_PREFIX}{measure}"
     rows = [row for row in rows if row.get(key) is not None and not row.get(metrics.AT_STOP)]
+    if (kept := pointer.best(run)) is not None:  # a run that went back may have lost a better one
+        rows = [row for row in rows if row["iteration"] == pointer.iteration_of(kept)] or rows
     if not rows:
         raise UsageError(
             f"--seeds: {run} has no evaluation, so there is no median; leave out --eval-iters 0, and do not stop "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from commengine import Communicator, Trace, UsageError, trace
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.checkpoints import folder_lock, pointer, run_folder, run_state
+from trainers.checkpoints import folder_lock, history, pointer, run_folder, run_state
 from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig, traced_interval
@@ -21,7 +21,7 @@ from .evaluation import Evaluation, evaluate_sources, total
 from .experts import ExpertWatch
 from .exports import Exports, require_possible
 from .metrics import AT_STOP, Metrics, StepFile
-from .report import Course, communication_rows, is_written, report
+from .report import Course, communication_rows, kept_iterations, report
 from .step_agreement import agree
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
@@ -47,7 +47,7 @@ def train(
     Returns the exit status: 0, or `TEMPORARY` if the run stopped before its last step or before its report.
 
     If the checkpoint is at ``--train-iters`` already, the report is written if it is missing; otherwise the run says
-    that there is nothing to train and leaves all files as they are. Raises UsageError, on all ranks, where an option or
+    that there is nothing to train and leaves its files as they are. Raises UsageError, on all ranks, where an option or
     a file does not fit, or a file cannot be written.
     """
     on_rank_zero(world, lambda: run_folder.require_free(config))
@@ -62,24 +62,24 @@ def train(
             on_rank_zero(world, lambda: run_folder.require_free(config))  # another run may just have ended
         task = new_task(config, world)
         trainer = task.trainer
-        resumed = run_state.resume(trainer)
-        goes_on = on_rank_zero(world, lambda: run_folder.goes_on(config))
+        beginning = run_state.begin(trainer)
+        resumed, goes_on = run_state.resume(trainer, beginning), beginning.goes_on
+        settle = lambda: _settle(config, beginning, trainer.iteration, lost)  # noqa: E731
         if _is_done(trainer, folder, goes_on=goes_on):
+            changed = on_rank_zero(world, settle) if goes_on and trainer.iteration == config.train_iters else None
             if world.rank == 0:
                 print(
                     f"nothing to train: the checkpoint in {config.load} is at iteration {trainer.iteration}, "
-                    f"--train-iters is {config.train_iters}; files are left as they are",
+                    f"--train-iters is {config.train_iters}; {changed or 'files are left as they are'}",
                     flush=True,
                 )
-            if folder is not None and goes_on:
-                on_rank_zero(world, lambda: pointer.make_room(folder))  # what a save left that failed in its last step
             trainer.close()
             return 0
         if folder is not None:
             on_rank_zero(world, lambda: require_possible(task))  # before anything is written
         if config.tensorboard_dir:
             on_rank_zero(world, lambda: make_writable("--tensorboard-dir", Path(config.tensorboard_dir or "")))
-        on_rank_zero(world, lambda: _tidy(config, lost))  # last, when nothing can be refused any more
+        changed = on_rank_zero(world, settle)  # last, when nothing can be refused any more
         board = Path(config.tensorboard_dir) if config.tensorboard_dir else (folder / "tensorboard" if folder else None)
         metrics = on_every_rank(
             world,
@@ -90,6 +90,8 @@ def train(
         if config.load is not None:
             for line in resumed or [run_folder.new_run(config.load)]:
                 metrics.say(line)
+        if changed:
+            metrics.say(changed)
         if stopping.limit is not None:
             metrics.say(stopping.limit)
         saver = run_state.CheckpointSaver(trainer, lost)
@@ -105,20 +107,20 @@ def train(
     return status
 
 
-def _tidy(config: TrainConfig, lost: Callable[[], str | None]) -> None:
-    """Remove from ``--save`` what this run replaces, and what killed saves left: the first rows may need its room."""
+def _settle(
+    config: TrainConfig, beginning: history.Beginning, iteration: int, lost: Callable[[], str | None]
+) -> str | None:
+    """Remove from ``--save`` what this run replaces, and what killed ones left: the first rows may need its room."""
     if (problem := lost()) is not None:
         raise UsageError(problem)
-    run_folder.clear(config)
-    if config.save is not None:
-        pointer.make_room(Path(config.save))
+    return history.settle(config, beginning, iteration)
 
 
 def _is_done(trainer: Trainer, folder: Path | None, *, goes_on: bool) -> bool:
     """Whether the run has done its steps, and has its report if that belongs to this run. Collective."""
     iteration, last = trainer.iteration, trainer.config.train_iters
     if iteration == last and folder is not None and goes_on:
-        return bool(on_rank_zero(trainer.grid.world, lambda: is_written(folder, iteration)))
+        return bool(on_rank_zero(trainer.grid.world, lambda: run_folder.reported(folder) == iteration))
     return iteration >= last
 
 
@@ -157,6 +159,7 @@ class _Run:
                 begun.begin(self.trainer.iteration)
             if self.goes_on and self.trainer.iteration:
                 with log.paused():
+                    self._restore_best()
                     self.exports.go_on()
                     if self._lacks_evaluation():  # the run was ended in it
                         self._evaluate()
@@ -277,7 +280,7 @@ class _Run:
             return f", {name.replace('_', ' ')} {value:.4f} (at a stop, so it is not compared with the best)"
 
         def largest() -> bool:
-            before = metrics.best(f"validation_{name}", iteration)
+            before = metrics.best(f"validation_{name}", iteration, kept_iterations(self.folder))
             return before is None or value > before[0]
 
         said = f", {name.replace('_', ' ')} {value:.4f}"
@@ -289,6 +292,25 @@ class _Run:
             self.saver.finish()
             self.saver.point_to_best()
         return f"{said} (the best so far)"
+
+    def _require_folder(self) -> None:
+        """Raise UsageError if the run has lost its folder."""
+        if (problem := self.lost()) is not None:
+            raise UsageError(problem)
+
+    def _restore_best(self) -> None:
+        """Mark the best of the checkpoints that are there, if the run has gone back behind the one that was marked."""
+        name, folder, metrics = self.task.kept_by, self.folder, self.metrics
+        if name is None or folder is None:
+            return
+
+        def restore() -> None:
+            if pointer.best(folder) is None:
+                found = metrics.best(f"validation_{name}", among=kept_iterations(folder))
+                if found is not None:
+                    pointer.point_to(folder, pointer.name_of(found[1]), pointer.BEST)
+
+        on_rank_zero(self.trainer.grid.world, restore)
 
     def _end(self, communication: list[dict[str, Any]]) -> int:
         """Save, evaluate and report after the last step, or only save if the run stops: the exit status."""
@@ -309,6 +331,7 @@ class _Run:
             # A line of its own at the bar.
             self.metrics.say(_stopped(trainer, stopping.text(self.stop), self.folder, self.go_on))
             return TEMPORARY
+        on_rank_zero(trainer.grid.world, self._require_folder)
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication, self.experts.tokens)
         return 0
 

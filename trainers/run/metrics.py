@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,10 +25,10 @@ AT_STOP = "at_stop"
 class Metrics:
     """Rows of ``SAVE/metrics.jsonl``, scalars for TensorBoard, and a progress bar on standard error.
 
-    folder: the folder of the rows; None writes none. start: the iteration at which the run begins. Rows of later
-    iterations are dropped: an earlier run left them that went further than its last checkpoint. Damaged rows are
-    dropped, too, and named; but a last row that is cut off, as a crash leaves it, is not worth a word. total: the
-    iteration at which the run ends. active: False on all ranks but 0; then nothing is written.
+    folder: the folder of the rows; None writes none. start: the iteration at which the run begins, up to which there
+    are rows (`trainers.checkpoints.history`); at 0 older ones are replaced. Damaged rows are dropped and named; but a
+    last row that is cut off, as a crash leaves it, is not worth a word. total: the iteration at which the run ends.
+    active: False on all ranks but 0; then nothing is written.
     """
 
     def __init__(self, folder: Path | None, start: int, total: int, *, tensorboard: Path | None, active: bool) -> None:
@@ -44,8 +44,7 @@ class Metrics:
         if self._path is not None:
             damaged: list[int] = []
             if start and self._path.is_file():
-                every, damaged = read_rows(self._path)
-                self.rows = [row for row in every if row["iteration"] <= start]
+                self.rows, damaged = read_rows(self._path)
             write_rows(self._path, self.rows)
             if damaged:
                 self.say(left_out_text(self._path, damaged))
@@ -80,13 +79,17 @@ class Metrics:
         """Whether there is a row of this iteration with this value. False on all ranks but 0."""
         return any(row["iteration"] == iteration and name in row for row in self.rows)
 
-    def best(self, name: str, before: int | None = None) -> tuple[float, int] | None:
+    def best(
+        self, name: str, before: int | None = None, among: Container[int] | None = None
+    ) -> tuple[float, int] | None:
         """The largest value of ``name``, and the first iteration that has it. None if no row has a value.
 
-        Rows with AT_STOP are left out. before: look at rows of earlier iterations only. Always None on all ranks but 0.
+        Rows with AT_STOP are left out. before: look at rows of earlier iterations only. among: and at these
+        iterations only. Always None on all ranks but 0.
         """
         rows = [row for row in self.rows if row.get(name) is not None and not row.get(AT_STOP)]
         found = [row for row in rows if before is None or row["iteration"] < before]
+        found = [row for row in found if among is None or row["iteration"] in among]
         best = max(found, key=lambda row: (row[name], -row["iteration"]), default=None)
         return None if best is None else (best[name], best["iteration"])
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from commengine.rank_zero import on_rank_zero
 from commengine.trace import Total
-from trainers.checkpoints import disk
+from trainers.checkpoints import disk, pointer
+from trainers.checkpoints.run_folder import REPORT
 from trainers.data.batches import GlobalBatches
 from trainers.training.trainer import Step, Trainer
 
@@ -20,9 +21,6 @@ from .evaluation import Evaluation, total
 from .experts import Tokens, draw, expert_lines
 from .metrics import Metrics, as_json
 from .task import Remarks, TrainingTask
-
-#: the report for programs, written last
-NAME = "report.json"
 
 #: the line of a report whose model loses against the simplest one
 WORSE = (
@@ -148,12 +146,13 @@ class Report(Remarks):
         """
         values = {name: as_json(value) for name, value in asdict(self).items() if name not in ("measures", "completes")}
         values |= {name: as_json(value) for name, value in self.measures.items()}
+        disk.remove(folder / REPORT[0])  # while it is there, the other files are of the same steps
         (folder / "report.txt").write_text(self.text(unit))
         _plot(folder / "loss.png", rows, losses, unit, self.unigram_entropy)
         if self.expert_tokens:
             draw(folder / "experts.png", rows, self.expert_tokens)
         # Last and at once: if report.json is there, the report is complete.
-        disk.rewrite(folder / NAME, (json.dumps(values, indent=1) + "\n").encode())
+        disk.rewrite(folder / REPORT[0], (json.dumps(values, indent=1) + "\n").encode())
 
 
 def report(
@@ -171,7 +170,7 @@ def report(
     first = None if means is None else next(iter(means.values()))
     remarks = dict(vars(task.remarks(means)))
     saved = folder is not None and task.kept_by is not None  # without a folder no checkpoint is kept
-    if saved and (kept := metrics.best(f"validation_{task.kept_by}")) is not None:
+    if saved and (kept := metrics.best(f"validation_{task.kept_by}", among=kept_iterations(folder))) is not None:
         remarks["measures"] = {**remarks["measures"], f"kept_{task.kept_by}": kept[0], "kept_iteration": kept[1]}
     train_loss, speed = _from_rows(trainer, metrics)
     if course.step is not None:
@@ -213,6 +212,11 @@ def report(
     on_rank_zero(trainer.grid.world, publish)
 
 
+def kept_iterations(folder: Path | None) -> set[int] | None:
+    """The iterations of the checkpoints in ``folder``; None without a folder, where no checkpoint is kept."""
+    return None if folder is None else {pointer.iteration_of(path) or 0 for path in pointer.history(folder)}
+
+
 def _from_rows(trainer: Trainer, metrics: Metrics) -> tuple[float | None, float]:
     """The training loss of the trainer's iteration, if it was logged, and the median throughput of the logged steps."""
     steps = {row["iteration"]: row for row in metrics.rows if row.get("tokens_per_second") is not None}
@@ -245,15 +249,6 @@ def _count(number: int) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-
-
-def is_written(folder: Path, iteration: int) -> bool:
-    """Whether ``folder`` holds the complete report of a run of ``iteration`` steps. Raises OSError."""
-    try:
-        written = json.loads((folder / NAME).read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return False
-    return isinstance(written, dict) and written.get("iteration") == iteration
 
 
 def communication_rows(totals: list[Total]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from tests.support import mpirun
 STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 12, 3, 5  # the last evaluation comes after the last checkpoint
 #: ranks and options of the layouts
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
     "TP 2": (2, ["--tensor-model-parallel-size", "2"]),
     "DP 2": (2, []),
     "ZeRO-1 bf16": (2, ["--use-distributed-optimizer", "--bf16"]),

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from commengine import UsageError
 from tests.support import mpirun
 from tests.support.small_disk import make_read_only, small_disk, why_not
+from trainers.checkpoints import pointer
 from trainers.checkpoints.folder_lock import DEAD_SECONDS, NAME, FolderLock, hold, read
 
 FORK = multiprocessing.get_context("fork")
@@ -212,6 +214,54 @@ def test_a_holder_that_was_taken_for_dead_learns_who_follows(tmp_path):
         wait_until(lock.problem)
         assert "process 17 on elsewhere" in lock.problem() and str(tmp_path) in lock.problem()
     assert read(tmp_path / NAME).nonce == "0" * 32  # it is not ours to remove
+
+
+@pytest.mark.parametrize("then", ["another folder", "nothing", "a copy", "a link"])
+def test_a_holder_whose_folder_was_renamed_says_so_and_leaves_the_new_one_alone(tmp_path, then):
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    with FolderLock(folder, beat=0.02) as lock:
+        assert lock.attempt() is None and lock.problem() is None
+        folder.rename(away)
+        if then == "another folder":
+            folder.mkdir()
+        elif then == "a copy":
+            shutil.copytree(away, folder)
+        elif then == "a link":
+            (tmp_path / "other").mkdir()
+            folder.symlink_to(tmp_path / "other")
+        before = names(folder) if then != "nothing" else []
+        words = "none has its name" if then == "nothing" else "another one has its name"
+        assert f"--save {folder}: the folder of this run was renamed" in lock.problem() and words in lock.problem()
+        lock._thread.join(5)  # which ends, and touches and makes nothing
+        assert not lock._thread.is_alive()
+    assert (names(folder) if then != "nothing" else []) == before and folder.exists() == (then != "nothing")
+    assert read(away / NAME).nonce == lock._me["nonce"]
+    with FolderLock(tmp_path / "link") as other:  # a name that is a link to the same folder is no other one
+        (tmp_path / "link").symlink_to(away)
+        (away / NAME).unlink()
+        assert other.attempt() is None and other.problem() is None
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_renamed_ends_with_one_error_and_loses_nothing(tmp_path, mock):
+    folder, away = tmp_path / "run", tmp_path / "away"
+    words = [*mock, "--save", str(folder), "--save-interval", "2", "--train-iters", "100000"]
+    process = mpirun.start(
+        [sys.executable, "-m", "trainers.pretrain_gpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        wait_until(lambda: (folder / "iter_0000004" / "state.json").exists() or process.poll() is not None)
+        folder.rename(away)
+        folder.mkdir()
+        said, _ = process.communicate(timeout=60)
+    finally:
+        mpirun.stop(process)
+    assert process.returncode == 2, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert f"--save {folder}: the folder of this run was renamed" in line
+    assert not [name for name in names(folder) if name.startswith("iter_")]
+    assert pointer.latest(away) in pointer.complete(away)
 
 
 PAGE = 4096  # what the smallest file takes on the small disk

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.finetuning import toy_tasks
+from trainers.checkpoints import pointer
 
 pytestmark = pytest.mark.slow
 
@@ -219,6 +220,21 @@ def test_an_evaluation_at_a_stop_is_never_the_best(outcomes, root):
     assert "the best so far" not in said.err[0] and "kept" not in said.out[0]
     assert [report(root, run)["kept_iteration"] for run in ("race", "stopped")] == [23, 23]
     assert (root / "race" / "best").read_text() == (root / "stopped" / "best").read_text()
+
+
+def test_a_run_that_goes_back_behind_its_best_checkpoint_marks_the_best_one_that_is_left(outcomes, root, pretrain):
+    folder = root / "back"
+    words = [*MNLI, *VOCAB, "--train-iters", "8", "--eval-interval", "4", "--save-interval", "4", "--keep-last", "9"]
+    words = [word.format(root=root) for word in [*words, "--save", str(folder)]]
+    (ran,) = pretrain((1, [*words, "--load", root / "bert"]), command="finetune")
+    assert ran.codes == [0], ran.err
+    for file in ("latest", "best"):  # as after a better evaluation at 8
+        pointer.point_to(folder, "iter_0000008", file)
+    back = [*words, "--load", folder / "iter_0000004", "--overwrite", "--exit-interval", "5"]
+    (went,) = pretrain((1, back), command="finetune")
+    assert went.codes == [0], went.err
+    assert pointer.best(folder).name == "iter_0000004" and report(root, "back")["kept_iteration"] == 4
+    assert not (folder / "iter_0000008").exists()
 
 
 def test_a_run_without_a_folder_says_that_it_keeps_nothing(outcomes):

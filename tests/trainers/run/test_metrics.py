@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.support.full_disk import room_for
+from trainers.checkpoints import run_folder
 from trainers.run.metrics import AT_STOP, Metrics, read_rows, write_rows
 from trainers.run.report import Report
 
@@ -54,6 +55,14 @@ def test_a_loss_that_is_no_number_is_null(tmp_path):
     assert "training loss                  nan nats/token" in (tmp_path / "report.txt").read_text()
 
 
+def test_a_report_that_is_cut_off_does_not_stand_beside_the_end_of_the_one_before(tmp_path, monkeypatch):
+    report_of(10, 3.0, 3.0, 4.0).save(tmp_path, [], ["lm_loss"], "nats/token")
+    monkeypatch.setattr("trainers.run.report._plot", lambda *_: 1 / 0)  # a kill in the second one
+    with pytest.raises(ZeroDivisionError):
+        report_of(10, 2.0, 2.0, 4.0).save(tmp_path, [], ["lm_loss"], "nats/token")
+    assert run_folder.reported(tmp_path) is None
+
+
 def test_a_model_that_is_worse_than_the_unigram_model_is_called_so():
     """The words come with the first loss above the unigram model's, and not with an equal one."""
     for loss, worse in ((6.25, True), (6.0, False), (5.5, False)):
@@ -94,7 +103,7 @@ NO_ROWS = [
 
 def test_damaged_rows_are_left_out_and_named(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(DAMAGED + b'{"iteration": 4, "lm_loss": 3.0}\n{"iteration": 5, "lm_l')
+    path.write_bytes(DAMAGED + b'{"iteration": 5, "lm_l')
     metrics = Metrics(tmp_path, 3, 9, tensorboard=None, active=True)
     metrics.log({"iteration": 4, "lm_loss": 2.5})
     metrics.close()
