@@ -231,6 +231,8 @@ def perform(comm, given: dict, moment: Moment, notes: list[str]) -> None:
                 word = f"OTHER {error}"
             except CollectiveError as error:
                 word = "not begun" if error.in_step and comm._calls.stopped is None else "refused"
+                if moment.over and calls.stream is not None:  # the stream has failed, and has told it
+                    attempts = 0
             except (Left, KeyboardInterrupt, RuntimeError, MemoryError, OSError) as error:
                 word = f"{type(error).__name__} at {moment.where}"
             finally:
