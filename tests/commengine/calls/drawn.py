@@ -30,6 +30,9 @@ from tests.support import mpirun
 #: seconds until a rank must have been told, and those that a job may take for one draw
 SECONDS = 10.0
 
+#: draws of a job: a communicator that stops keeps communicators of MPI
+EACH = 200
+
 ENGINE = str(Path(__file__).resolve().parents[3] / "commengine") + os.sep
 
 #: the ways through shared memory, and those that MPI carries
@@ -47,21 +50,21 @@ class Left(BaseException):
     """What no library expects."""
 
 
-def draw(seed: int, number: int, size: int) -> dict:
-    """The draw of a number: the same each time, on every rank."""
+def draw(seed: int, number: int, size: int, gentle: bool = False) -> dict:
+    """The draw of a number: the same each time, on every rank. gentle: seldom one that ends its job."""
     drawn = random.Random(f"{seed} {number} {size}")
-    by_mpi = drawn.random() < 0.3
+    by_mpi = drawn.random() < (0.1 if gentle else 0.3)
     way = drawn.choice(MPI_S if by_mpi else MEMORY)
     # Where MPI carries the call, a rank that is left alone in it ends the job: seldom, because a job takes seconds.
-    together = drawn.random() < (0.97 if by_mpi or size > 2 else 0.3)
+    together = drawn.random() < (1 if by_mpi and gentle else 0.97 if by_mpi or size > 2 else 0.3)
     return {
         "number": number, "size": size, "way": way, "by_mpi": by_mpi or size > 2,
-        "at": int(CALLS * drawn.betavariate(2, 2)),
+        "at": max(int(gentle), int(CALLS * drawn.betavariate(2, 2))),
         "who": list(range(size)) if together else [drawn.randrange(size)], "part": drawn.random(),
         "error": drawn.choice(ERRORS),
         "signal": not together and not by_mpi and not way.startswith("worker") and drawn.random() < 0.3,
-        "timeout": 1.0 if drawn.random() < (0.05 if by_mpi else 0.3) else None, "n": drawn.choice(ELEMENTS),
-        "late": drawn.random() * 0.02 if drawn.random() < 0.3 else 0.0,
+        "timeout": 1.0 if drawn.random() < (0.05 * (not gentle) if by_mpi else 0.3) else None,
+        "n": drawn.choice(ELEMENTS), "late": drawn.random() * 0.02 if drawn.random() < 0.3 else 0.0,
     }  # fmt: skip
 
 
@@ -244,7 +247,7 @@ def perform(comm, given: dict, moment: Moment, notes: list[str]) -> None:
             moment.lines = max(moment.lines, 1)
 
 
-def job(seed: int, first: int, last: int, keep: Path) -> None:
+def job(seed: int, first: int, last: int, keep: Path, gentle: bool) -> None:
     """All draws of some numbers on this rank of a job; each rank writes a line for each."""
     from mpi4py import MPI
 
@@ -260,7 +263,7 @@ def job(seed: int, first: int, last: int, keep: Path) -> None:
     signal.signal(signal.SIGALRM, late)
     threading.settrace(moment)  # the workers of streams, where the draw is about them
     for number in range(first, last):
-        given, notes = draw(seed, number, world.size), []
+        given, notes = draw(seed, number, world.size, gentle), []
         moment.arm(0, None)
         print(json.dumps({"number": number, "rank": world.rank, "begins": True}), flush=True, file=out)
         words = given["way"].split()
@@ -298,8 +301,8 @@ def judged(given: dict, status: int, lines: dict[int, list[str] | None]) -> str:
     return "told" if "refused" in every else "right"
 
 
-def run(seed: int, numbers: range, size: int, keep: Path, each: int = 200) -> collections.Counter:
-    """Run the draws of ``numbers`` that are not in ``keep`` yet, in jobs of ``each``. Returns what all came to."""
+def run(seed: int, numbers: range, size: int, keep: Path, *, gentle: bool = False) -> collections.Counter:
+    """Run the draws of ``numbers`` that are not in ``keep`` yet, in jobs of EACH. Returns what all came to."""
     done = {}
     if keep.exists():
         for line in keep.read_text().splitlines():
@@ -309,12 +312,13 @@ def run(seed: int, numbers: range, size: int, keep: Path, each: int = 200) -> co
     todo = [number for number in numbers if number not in done]
     while todo:
         first = todo[0]
-        last = next((number for number in range(first, first + each) if number not in todo), first + each)
+        last = next((number for number in range(first, first + EACH) if number not in todo), first + EACH)
         parts = [Path(f"{keep}.{rank}") for rank in range(size)]
         for part in parts:
             part.unlink(missing_ok=True)
         env = {"MPIR_CVAR_NUM_CLIQUES": "2"} if size > 2 else {}
         words = ["-m", __spec__.name, "--job", f"{first}:{last}", "--seed", str(seed), "--keep", str(keep)]
+        words += ["--gentle"] if gentle else []
         try:
             ended = mpirun.run(size, *words, timeout=6 * SECONDS + (last - first) * 3, env=env)
         except subprocess.TimeoutExpired as error:
@@ -331,7 +335,7 @@ def run(seed: int, numbers: range, size: int, keep: Path, each: int = 200) -> co
         with keep.open("a") as file:
             for number, lines in sorted(found.items())[: stuck - first + 1]:
                 status = ended.returncode if number == stuck else 0
-                given = draw(seed, number, size)
+                given = draw(seed, number, size, gentle)
                 one = {**given, "outcome": judged(given, status, lines), "notes": lines}
                 if one["outcome"].startswith("FAIL"):
                     one["error_output"] = ended.stderr[-2000:]
@@ -348,6 +352,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--nodes", type=int, default=200, help="draws on 2 emulated nodes of 2 ranks (default: 200)")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--keep", type=Path, default=Path("runs/drawn_calls.jsonl"), help="the file of results")
+    options.add_argument("--gentle", action="store_true", help="seldom draw what ends a job, which takes seconds")
     options.add_argument("--job", help=argparse.SUPPRESS)
     return options
 
@@ -356,9 +361,9 @@ def main() -> int:
     """Draw, and print how many draws came to what."""
     given = parser().parse_args()
     if given.job:
-        job(given.seed, *map(int, given.job.split(":")), given.keep)
+        job(given.seed, *map(int, given.job.split(":")), given.keep, given.gentle)
         return 0
-    found = run(given.seed, range(given.number), 2, given.keep)
+    found = run(given.seed, range(given.number), 2, given.keep, gentle=given.gentle)
     found += run(given.seed, range(given.nodes), 4, given.keep.with_suffix(".nodes.jsonl"))
     for outcome, count in found.most_common():
         print(f"{count:6} {outcome}")
