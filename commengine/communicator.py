@@ -548,8 +548,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
                 self._watch.abandon()
 
     def _live_mpi(self) -> MPI.Intracomm:
-        if (problem := self._calls.refusal) is not None:
-            raise call_error(self, "new_stream, split, empty, compare or world_ranks", problem)
+        self._calls.check_usable("new_stream, split, empty, compare or world_ranks")
         return self.mpi
 
 

@@ -41,6 +41,9 @@ from .known_calls import KnownCalls
 from .message_stream import MessageStream
 from .routes import Routes
 
+#: begins the error of each further call
+_STOPPED = "the communicator takes no more calls (close it, and make another one)"
+
 
 class Dispatcher:
     """Runs the calls of one communicator, whose arguments have been checked.
@@ -110,7 +113,14 @@ class Dispatcher:
             return "the communicator is closed"
         if self.stopped is None and (told := self._comm._host.stopped) is not None:
             self.stop(told)
-        return None if self.stopped is None else f"the communicator takes no more calls: {self.stopped}"
+        return None if self.stopped is None else f"{_STOPPED}: {self.stopped}"
+
+    def check_usable(self, operation: str) -> None:
+        """Raise CollectiveError if no call is taken any more."""
+        if (problem := self.refusal) is not None:
+            error = call_error(self, operation, problem)
+            error.in_step = False
+            raise error
 
     def stop(self, reason: str, *, between: bool = False) -> None:
         """Refuse all further calls but `close`, and tell the ranks that share memory with this one.
@@ -406,8 +416,7 @@ class Dispatcher:
 
     def _check_usable(self, call: Call, stream: Stream | None) -> None:
         """Check that the communicator is open, and that ``stream`` belongs to it and fits the tensor's device."""
-        if (problem := self.refusal) is not None:
-            raise call_error(self, call.name, problem)
+        self.check_usable(call.name)
         if stream is None:
             return
         if stream not in self._comm._streams:

@@ -60,11 +60,14 @@ def begin(settings: TrainConfig) -> Beginning:
 
 
 def _wrote(settings: TrainConfig, own: Path) -> bool:
-    """Whether the checkpoint was written with exactly these settings. One that cannot be read was not."""
+    """Whether the checkpoint was written with exactly these settings. Raises UsageError if it cannot be read.
+
+    Nobody knows then whether the checkpoints before it are this command's own, and going back would remove them.
+    """
     try:
         saved = checkpoint.saved_state(own, verify=settings.verify_checkpoints).settings
-    except UsageError:
-        return False
+    except UsageError as error:
+        raise UsageError(f"{error}; to go back to {settings.load} all the same, remove {own} first") from error
     defaults = {item.name: item.default for item in fields(settings) if item.default is not MISSING}
     ours = json.loads(json.dumps(settings.to_json()))
     return all(ours.get(name) == value for name, value in json.loads(json.dumps(defaults | dict(saved))).items())
