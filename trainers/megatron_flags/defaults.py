@@ -32,7 +32,7 @@ DIFFERENCES = (
     Difference(
         "min_lr", "1e-5, or lr if that is less", "0", _PRETRAIN, lambda value: value("lr_decay_style") != "constant"
     ),
-    Difference("lr_warmup_fraction", "0.06", "0", ("finetune",), lambda value: not value("lr_warmup_iters")),
+    Difference("lr_warmup_fraction", "0.06", "0", ("finetune",), lambda value: value("lr_warmup_iters") is None),
     Difference("make_vocab_size_divisible_by", "1024", "128 times the tensor-parallel size", _PRETRAIN),
     Difference(
         "initial_loss_scale", "2**16", "2**32", holds=lambda value: value("fp16") and value("loss_scale") is None

@@ -12,7 +12,7 @@ from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 
 #: None here, which comes to Megatron-LM's default or to nothing that changes a number
-COMES_TO_THE_SAME = {"min_loss_scale", "num_query_groups", "cp_comm_type"}
+COMES_TO_THE_SAME = {"min_loss_scale", "num_query_groups", "cp_comm_type", "lr_warmup_iters"}
 #: of a command that Megatron-LM has not got in this form: fine-tuning's own flags
 OF_FINETUNE = {
     "lr",
