@@ -8,14 +8,21 @@ from commengine.errors import CollectiveMismatch
 from commengine.mpi import load_mpi
 
 
+#: a larger group does not meet, because each rank would send a notice to each other one. A rank that makes a new call
+#: while another one makes a known one then waits for the timeout
+MOST_RANKS = 32
+
+
 def meet(comm: Any, operation: str) -> None:
     """Tell every rank that this one makes a call that is its first of the kind, and will compare. Collective.
 
     The notices are empty messages, and go the way of host tensors' messages without a stream. A rank to which the call
     is known compares nothing and sends data: this rank gets it in place of a notice, and that one gets a notice in
     place of data. Their lengths differ, so both raise an error, and neither waits for the other. comm: a Communicator.
-    operation: its name, for the error. Raises CollectiveMismatch.
+    operation: its name, for the error. Raises CollectiveMismatch. Groups above MOST_RANKS do not meet.
     """
+    if comm.size > MOST_RANKS:
+        return
     mpi, wire = load_mpi(), comm._host.wire
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     problem: object = None
