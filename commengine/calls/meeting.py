@@ -7,7 +7,6 @@ from typing import Any
 from commengine.errors import CollectiveMismatch
 from commengine.mpi import load_mpi
 
-
 #: a larger group does not meet, because each rank would send a notice to each other one. A rank that makes a new call
 #: while another one makes a known one then waits for the timeout
 MOST_RANKS = 32
