@@ -65,6 +65,7 @@ class Event:
         self._records = records  # the traced collectives that a caller waits for when it waits here
         self._error: BaseException | None = None
         self._told = False
+        self._about: object = ""  # what the call is, for a message
 
     def done(self) -> bool:
         """Whether the point was reached. Never blocks."""
@@ -98,8 +99,6 @@ class Event:
 
 class Work(Event):
     """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
-
-    _about: object = ""
 
 
 class GroupedWork(Work):
@@ -275,7 +274,7 @@ class Stream:
         self._queue.put(None)
         self._worker.join(EXIT_SECONDS)
         current = self._current
-        late = None if current is None else str(getattr(current, "_about", ""))
+        late = None if current is None else str(current._about)
         if late is not None:
             self.stop("the program ended")
             self._routes.wire.stop("the program ended")
@@ -300,6 +299,10 @@ class Stream:
     def _forget_waited(self) -> None:
         unwaited = [record for record in self._records if record.wait_start is None]
         self._records = unwaited[-MOST_RECORDS:]
+
+    @property
+    def _stopped(self) -> str:
+        return f"stream {self.name} stopped at an earlier failure: {self._failure}"
 
     @property
     def untold_failure(self) -> BaseException | None:
@@ -332,7 +335,7 @@ class Stream:
         try:
             if self._failure is not None:
                 # After a failure the ranks may no longer be in step: run nothing more.
-                raise CollectiveError(f"stream {self.name} stopped at an earlier failure: {self._failure}")
+                raise CollectiveError(self._stopped)
             call()
         except BaseException as error:  # handed to whoever waits
             if self._failure is None:
@@ -343,8 +346,7 @@ class Stream:
             self._failed.append(event)
         finally:
             self._current = None
-            if isinstance(event, Work):
-                event._about = ""  # it holds the tensors
+            event._about = ""  # it holds the tensors
             event._point.open()
 
 

@@ -34,10 +34,15 @@ def why_not(row: Mapping[str, Any]) -> str:
         return f"{row['wrong']} wrong values"
     if row.get("disturbed"):
         return SIGNS["~"]
-    calls = row.get("iterations")
-    if calls is not None and calls < FEWEST:
-        return f"{calls} calls, and an interval needs {FEWEST}"
+    if has_few_calls(row):
+        return f"{row['iterations']} calls, and an interval needs {FEWEST}"
     return ""
+
+
+def has_few_calls(row: Mapping[str, Any]) -> bool:
+    """Whether a row says that its calls are too few for an interval."""
+    calls = row.get("iterations")
+    return calls is not None and calls < FEWEST
 
 
 def comparable(rows: Iterable[Row]) -> list[Row]:
@@ -47,7 +52,7 @@ def comparable(rows: Iterable[Row]) -> list[Row]:
 
 def signs(row: Mapping[str, Any]) -> str:
     """The signs of a row that does not count, or did not converge: keys of SIGNS."""
-    few = row.get("iterations", FEWEST) < FEWEST
+    few = has_few_calls(row)
     late = not few and not row.get("converged", True)
     return ("~" if row.get("disturbed") else "") + ("?" if few else "") + ("*" if late else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.collective_study.comparable import has_few_calls
 from bench.timing.sampling import FEWEST
 from bench.timing.states import States, name_states
 
@@ -40,7 +41,7 @@ def all_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
 def uncounted_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Remarks on the rows that count in no comparison: of states which are not shown, and of few calls."""
     other = [row for row in rows if row.get("disturbed")]
-    few = [row for row in rows if row["iterations"] < FEWEST]
+    few = [row for row in rows if has_few_calls(row)]
     lines = []
     for sign, mine, why in (
         ("~", other, "were measured in other states only, stand with the nearest"),

@@ -142,10 +142,10 @@ class Dispatcher:
     def failed(self, operation: str, error: BaseException) -> NoReturn:
         """End a call that began and raised ``error``: stop, unless the ranks are in step. Raises what the user gets."""
         self._settle(operation, error)
-        self.busy = False
+        self.busy, self.holder = False, None
         self._raise(operation, error)
 
-    def _left(self, operation: str, error: BaseException) -> NoReturn:
+    def left(self, operation: str, error: BaseException) -> NoReturn:
         """`failed`, for a call beside which others may be under way."""
         self._settle(operation, error)
         self._raise(operation, error)
@@ -173,11 +173,11 @@ class Dispatcher:
             try:
                 return self._run_or_collect(Call.of(operation, args, self.size), stream)
             except BaseException as error:
-                self._left(operation.name, error)
+                self.left(operation.name, error)
         if self._blocks and threading.get_ident() in self._blocks:
             return self._run_or_collect(Call.of(operation, args, self.size), stream)
         if self.busy:
-            raise self._busy(operation.name)
+            self.refuse_second(operation.name)
         try:
             self.busy = True
             work: Work = DONE
@@ -196,13 +196,13 @@ class Dispatcher:
         except BaseException as error:
             self.failed(operation.name, error)
 
-    def _busy(self, operation: str) -> CollectiveError:
-        """The error of a call that begins while another one is under way, or seems to be."""
+    def refuse_second(self, operation: str) -> NoReturn:
+        """Raise the error of a call that begins while another one is under way, or seems to be."""
         if self.holder == threading.get_ident():  # a signal came where its block ends
             self.stop(f"rank {self.rank} left a call at {time.strftime('%H:%M:%S')} with a signal")
             self.busy, self.holder = False, None
-            return call_error(self, operation, self.refusal or "")
-        return busy_error(self, operation)
+            self.check_usable(operation)
+        raise busy_error(self, operation)
 
     def _run_or_collect(self, call: Call, stream: Stream | None) -> Work:
         """Run a call, or keep it for the end of the open coalesce() block."""
@@ -447,14 +447,12 @@ class _Block:
         calls = self._calls
         if self._alone:
             if calls.busy:
-                raise calls._busy(self._operation)
+                calls.refuse_second(self._operation)
             calls.busy, calls.holder = True, threading.get_ident()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         calls = self._calls
         if error is not None:  # also GeneratorExit: a signal came where a generator's block begins or ends
-            calls._settle(self._operation, error)
+            (calls.failed if self._alone else calls.left)(self._operation, error)
         if self._alone:
             calls.busy, calls.holder = False, None
-        if isinstance(error, calls._failures):
-            raise transport_error(calls, self._operation, error) from error

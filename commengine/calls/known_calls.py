@@ -16,7 +16,7 @@ from commengine.operations.checks import TensorLike
 from commengine.operations.operation import Run, mark_written
 from commengine.operations.uneven.rows import Counts
 
-from .failures import Speaker, busy_error
+from .failures import Speaker
 from .routes import Routes
 
 
@@ -27,6 +27,9 @@ class BusyMember(Speaker, Protocol):
 
     def failed(self, operation: str, error: BaseException) -> NoReturn:
         """End a call that began and raised."""
+
+    def refuse_second(self, operation: str) -> NoReturn:
+        """Raise the error of a call that begins while another one is under way."""
 
 
 class KnownCalls:
@@ -108,7 +111,7 @@ class KnownCalls:
     def _run(self, name: str, run: Run, *args: Any) -> bool:
         member = self._member
         if member.busy:
-            raise busy_error(member, name)
+            member.refuse_second(name)
         try:
             member.busy = True
             run(*args)

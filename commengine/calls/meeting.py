@@ -18,9 +18,10 @@ def meet(comm: Any, operation: str) -> None:
     The notices are empty messages, and go the way of host tensors' messages without a stream. A rank to which the call
     is known compares nothing and sends data: this rank gets it in place of a notice, and that one gets a notice in
     place of data. Their lengths differ, so both raise an error, and neither waits for the other. comm: a Communicator.
-    operation: its name, for the error. Raises CollectiveMismatch. Groups above MOST_RANKS do not meet.
+    operation: its name, for the error. Raises CollectiveMismatch. Groups above MOST_RANKS do not meet, nor do
+    checked ones, whose ranks compare each call.
     """
-    if comm.size > MOST_RANKS:
+    if comm.checked or comm.size > MOST_RANKS:
         return
     mpi, wire = load_mpi(), comm._host.wire
     others = [rank for rank in range(comm.size) if rank != comm.rank]

@@ -134,7 +134,7 @@ class MessageStream(Stream):
         if self.closed:
             return f"stream {self.name} is closed"
         if self._failure is not None:
-            return f"stream {self.name} stopped at an earlier failure: {self._failure}"
+            return self._stopped
         if not isinstance(call.operation, MessageOperation):
             return f"stream {self.name} takes messages only (send, recv, sendrecv): see new_stream(threaded=False)"
         if call.tensor is not None and not call.tensor.is_cpu:

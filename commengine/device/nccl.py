@@ -21,6 +21,7 @@ from torch import Tensor
 from commengine.agreement import raise_together
 from commengine.dtypes import NCCL_BYTE
 from commengine.errors import CollectiveError, SettledError, TransferError
+from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -209,7 +210,6 @@ class NcclWire:
 
     def __init__(self, runtime: Runtime, comm: Any, device: torch.device, stream: Any = None) -> None:
         self._comm = comm
-        self._process = os.getpid()
         self._life = threading.Lock()  # the watcher's thread may call `failure` while this thread closes
         self._fixed = stream
         self._last = stream  # holds the last call, and waits for all earlier ones
@@ -270,7 +270,7 @@ class NcclWire:
         # it is dropped, and must not end collectives that every rank has enqueued.
         if getattr(self, "_comm", None) is None:
             return
-        if os.getpid() != self._process:  # a forked child: the communicator is its parent's
+        if is_child_of_rank():  # the communicator is its parent's
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))  # CuPy's destructor would end it
             return
         with contextlib.suppress(Exception):  # the interpreter may be ending

@@ -23,7 +23,7 @@ SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 50e-6, 1e-3
 LAND_SECONDS = 1.0
 
 #: what the calls held that were left while MPI ran them
-_left: list[list[dict[str, Any]]] = []
+_left: list[object] = []
 
 #: the frames of a call, from the one that waits to that of the operation, with room to spare
 _FRAMES = 8
@@ -57,7 +57,7 @@ class PollingCalls:
                     land(request.Test)
                 # All that the call has stays, also what only its own frames hold. A signal may have kept the request.
                 if request or (request is None and not isinstance(error, (load_mpi().Exception, OverflowError))):
-                    _left.append(_held())
+                    keep(_held())
                 raise
 
         setattr(self, name, call)
@@ -93,6 +93,11 @@ def land(done: Callable[[], bool]) -> None:
     with contextlib.suppress(load_mpi().Exception):
         while not done() and time.monotonic() < deadline:
             time.sleep(SLEEP_SECONDS)
+
+
+def keep(held: object) -> None:
+    """Keep, for the life of the process, what MPI may still read or write."""
+    _left.append(held)
 
 
 def _held() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commengine.device.nccl import NcclWire
 from commengine.errors import SettledError
-from commengine.host.polling import land
+from commengine.host.polling import keep, land
 from commengine.host.wire import MpiWire
 from commengine.mpi import load_mpi
 from commengine.stream import Stream, Work
@@ -94,10 +94,6 @@ def exchange_of(calls: list[Call]) -> Call:
     return Call(EXCHANGE, (transfers,), stands, None, None, nbytes, peers)
 
 
-#: calls that were left in the middle, and whose messages MPI still has
-_left: list[Flight] = []
-
-
 class Flight:
     """The messages of one call, which MPI has from `start` to `wait`, or to a `test` that returns True.
 
@@ -109,7 +105,6 @@ class Flight:
         self._wire = wire
         self._transfers = sorted(transfers, key=lambda transfer: transfer[0])  # receives first
         self._requests: list[Any] = []
-        self._starting = False  # MPI may have a message whose request is not in the list
         self._statuses: list[Any] = []
         self._too_long: Exception | None = None
         self._most = len(transfers)  # the messages that MPI may have
@@ -117,12 +112,10 @@ class Flight:
     def start(self) -> None:
         """Give all messages to MPI."""
         wire = self._wire
-        self._starting = True
         for verb, tensor, peer in self._transfers:
             start = wire.calls.Irecv if verb == "recv" else wire.calls.Isend
             self._requests.append(start(wire.moved(tensor), peer))
             self._statuses.append(wire.status())
-        self._starting = False
 
     def test(self) -> bool:
         """Whether all messages are over. Never blocks."""
@@ -164,8 +157,8 @@ class Flight:
 
     def keep(self) -> None:
         """Keep the tensors for the life of the process if MPI may read or write them still."""
-        if self._starting or any(self._requests):
-            _left.append(self)
+        if len(self._requests) < len(self._transfers) or any(self._requests):  # MPI may have one that is in no list
+            keep(self)
 
     def _check_lengths(self) -> None:
         for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=False):

@@ -75,6 +75,7 @@ class Flags:
         self.rank, self.size = rank, len(segment.memory)
         self._progress, self._wait = progress, wait
         self._group, self._ranks = group, ranks
+        self._is_group = self.size == group.size  # the node has all ranks of the group
         words = len(segment.memory[rank]) - REASON_BYTES
         self._flags = [part[:words].cast("q") for part in segment.memory]
         self._reasons = [part[words:] for part in segment.memory]
@@ -204,7 +205,7 @@ class Flags:
     def _unfit(self, mine: str | None) -> CollectiveMismatch:
         found = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[_UNFIT] == self._round]
         error = self.mismatch(mine or f"{ranks_named(found)} found numbers of rows that do not fit")
-        error.on_all_ranks = self.size == self._group.size
+        error.on_all_ranks = self._is_group
         return error
 
     def mismatch(self, said: str) -> CollectiveMismatch:
@@ -221,7 +222,7 @@ class Flags:
         fault = "the ranks gave different operations, tensors, dtypes, reductions or roots"
         error = disagreement(self._group, asked, fault)
         # The ranks of other nodes know nothing of it, and wait in the call.
-        error.in_step = error.on_all_ranks = self.size == self._group.size
+        error.in_step = error.on_all_ranks = self._is_group
         return error
 
     def meet(self) -> None:

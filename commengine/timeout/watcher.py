@@ -143,13 +143,7 @@ class Watch:
         self._stop()
         self._last, self._asked_for = True, None
         self._leave()
-        self._closed = True
-        for group in self._groups.values():  # what was split and is still open has no timeout any more
-            group.over = True
-        self.running.clear()
-        _watches.discard(self)
-        if self._crash is not None:
-            self._crash.close()
+        self._forget_all(left=False)
         self._comm.Free()
 
     def abandon(self) -> None:
@@ -160,9 +154,13 @@ class Watch:
     def drop(self) -> None:
         """End the watcher soon. Waits for nothing."""
         self._ending.set()
+        self._forget_all(left=True)
+
+    def _forget_all(self, *, left: bool) -> None:
+        """Watch nothing any more: what was split and is still open has no timeout. left: on this rank alone."""
         self._closed = True
         for group in self._groups.values():
-            group.over = group.left = True
+            group.over, group.left = True, left
         self.running.clear()
         _watches.discard(self)
         if self._crash is not None:

@@ -24,8 +24,7 @@ def require_same_layer(layer: nn.Module, x: Tensor, problem: str | None, comm: C
     ``x`` differ, and if a tensor of the layer's state dict has other values. Other buffers belong to the rank's block.
     """
     words = "" if problem else f"a field {list(x.shape[:2])} of {x.dtype}, requires_grad={wants_gradient(x)}"
-    if not comm.checked:  # otherwise the ranks compare each forward
-        meet(comm, type(layer).__name__)
+    meet(comm, type(layer).__name__)
     comm.compare(words, problem)
     comm.compare(_described(layer))
     found = difference_between(comm, [(name, _checksum(tensor)) for name, tensor in layer.state_dict().items()])

@@ -64,11 +64,11 @@ class Tokenizer:
                     WordPieces.of(wordpiece.read(list(lines)))
                 return cls(*reading.read(file, lowercase=lowercase))
         if file.name == reading.VOCABULARY:
-            merges = _existing(file.with_name(reading.MERGES))
-            with _told(f"{file}, {merges}: not a BPE vocabulary and its merges"):
+            beside = _existing(file.with_name(reading.MERGES))
+            with _told(f"{file}, {beside}: not a BPE vocabulary and its merges"):
                 return cls(*reading.read(file))
-        if (merges_beside := merges_of(file)) is not None:
-            return cls.from_gpt2(file, merges_beside)
+        if (merges := merges_beside(file)) is not None:
+            return cls.from_gpt2(file, merges)
         require_usable(file)
         with _told(f"{file}: not a tokenizer.json"):
             return cls(*reading.read(file))
@@ -309,11 +309,10 @@ def tidied(text: str) -> str:
     return text
 
 
-def merges_of(path: str | os.PathLike[str]) -> Path | None:
-    """The merges that belong to the file ``path``, if it is a vocabulary of GPT-2; None if it is another file."""
-    name = Path(path).name
-    merges = Path(path).with_name(name.removesuffix("vocab.json") + "merges.txt")
-    return merges if name == "vocab.json" or (name.endswith("vocab.json") and merges.is_file()) else None
+def merges_beside(vocabulary: Path) -> Path | None:
+    """The file X-merges.txt beside X-vocab.json; None if there is none, or the file has another name."""
+    merges = vocabulary.with_name(vocabulary.name.removesuffix(reading.VOCABULARY) + reading.MERGES)
+    return merges if vocabulary.name.endswith(reading.VOCABULARY) and merges.is_file() else None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,12 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 4), pytest.mark.
 SPLITS = {2: [1], 4: [2, 1, 3]}
 
 
+def answer_all(bridge, function):
+    """Answer the other program until it closes."""
+    while bridge.answer(function) != "end":
+        pass
+
+
 @pytest.fixture
 def programs(mpi_world):
     """``programs(n)``: this rank's part and communicator, of a job whose first n ranks ask the others."""
@@ -90,8 +96,7 @@ def test_an_operator_and_its_adjoint_in_drawn_cases(mpi_world, programs, asking)
         with Bridge(other, comm, gives, takes) as bridge:
             if not asks:
                 function = partial(applied, matrix=matrix, comm=comm, gives=gives, takes=takes)
-                while bridge.answer(function) != "end":
-                    pass
+                answer_all(bridge, function)
                 continue
             leaf = mine(x, gives, comm.rank).requires_grad_()
             found = bridge.call(leaf)
@@ -205,8 +210,7 @@ def test_memory_is_used_again_when_nobody_holds_the_field(mpi_world, programs):
     field, _ = pair(asks, comm, mpi_world, 1)
     with Bridge(other, comm, field, field) as bridge:
         if not asks:
-            while bridge.answer(lambda x: x + 1) != "end":
-                pass
+            answer_all(bridge, lambda x: x + 1)
             return
         held, places = [], set()
         for n in range(12):
@@ -230,8 +234,7 @@ def test_a_field_that_is_held_stays_whatever_python_counts(mpi_world, programs, 
     field, _ = pair(asks, comm, mpi_world, 1)
     with Bridge(other, comm, field, field) as bridge:
         if not asks:
-            while bridge.answer(lambda x: x + 1) != "end":
-                pass
+            answer_all(bridge, lambda x: x + 1)
             return
         x = torch.zeros(field.local_shape(comm.rank), dtype=field.dtype)
         held = [bridge.call(x + n) for n in range(6)]
@@ -258,8 +261,7 @@ def test_a_second_derivative_is_an_error_on_all_ranks(mpi_world, programs):
             with pytest.raises(RuntimeError, match="no second derivative of BridgeCall"):
                 torch.autograd.grad(g.pow(2).sum(), x)
         else:
-            while bridge.answer(torch.exp) != "end":
-                pass
+            answer_all(bridge, torch.exp)
 
 
 def test_what_is_no_block_is_an_error_on_every_rank_before_anything_is_sent(mpi_world, programs):
