@@ -58,8 +58,9 @@ def test_command(tmp_path):
     assert done.returncode == 0, done
     rows = SwitchPoints.load(path).rows
     assert {key.ranks for key in rows} == {2, 64} and len(rows) == 7
-    told = table.read_text()  # a table for each state that the run met, or none where a busy machine made few calls
-    assert told.count("| 16,384 |") + told.count("its switch points stay") >= 6
+    parts = table.read_text().split("\n## ")[1:]
+    assert len(parts) >= 6  # some in several states of the machine; a busy one may make too few calls for any size
+    assert all(" mpi, us |" in part or "its switch points stay" in part for part in parts), parts
     numbers = [row[way] for row in json.loads(path.read_text())["switch_points"] for way in Point._fields if way in row]
     assert {type(number) for number in numbers} == {int}
 
