@@ -19,9 +19,10 @@ from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
 from .data import text_files
+from .data.blend import verify
 from .options import require
 from .run.metrics import progress_bar
-from .run.startup import job_config
+from .run.startup import job_config, verify_files
 from .scoring import lambada, results, texts
 from .scoring.passages import Passage, Windows
 from .scoring.scorer import Scores, score
@@ -77,6 +78,8 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     # Without one, the run's own documents lack only their words. One that was asked for is used, or the reason raised.
     optional = config.task == HELD_OUT and config.tokenizer_model is None
     tokenizer = None if optional and not trained.has_tokenizer else trained.tokenizer
+    if config.verify_data:
+        verify_files(grid.world, lambda part, parts: verify(trained.settings.blend(), part, parts))
 
     def read() -> texts.Texts:
         if config.task == HELD_OUT:

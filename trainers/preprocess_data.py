@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from commengine.errors import one_line, usage_errors
 
 from .data import stdlib_text, text_files
 from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, settings_path, tokenizer_path
-from .data.indexed_writer import IndexedDatasetWriter
+from .data.indexed_writer import IndexedDatasetWriter, write_checksums
 from .data.samples import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
 from .data.text_input import TextInput
@@ -70,6 +70,9 @@ class PreprocessConfig(TextInput):
     append_eod: bool | None = option(
         None, "end each document with <|endoftext|> (default: yes, but for --split-sentences)"
     )
+    write_checksums: str | None = option(
+        None, "write PREFIX.xxh3, the checksums of a data set of another program, and nothing else"
+    )
     workers: Annotated[int, between(1, 4096)] | None = option(None, "tokenizer threads (default: all cores)")
 
     @property
@@ -79,6 +82,13 @@ class PreprocessConfig(TextInput):
 
     def validate(self) -> None:
         """Raise UsageError, naming the option, for everything that can be refused before any work is done."""
+        if self.write_checksums is not None:
+            given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+            others = [f"--{name.replace('_', '-')}" for name in given if name not in ("write_checksums", "overwrite")]
+            require(not others, f"--write-checksums: reads a data set that is there; leave out {', '.join(others)}")
+            path = checksums_path(self.write_checksums)
+            require(self.overwrite or not path.exists(), f"--write-checksums: {path} exists; --overwrite replaces it")
+            return
         require(self.output_prefix, "the following arguments are required: --output-prefix")
         require_ranges(self)
         require(bool(self.files) != self.from_stdlib, "give --input FILE... or --from-stdlib, one of the two")
@@ -190,8 +200,7 @@ def _encode(
 
 
 def preprocess(args: PreprocessConfig) -> str:
-    """Run the command and return its last line. If it raises an error, it has written nothing."""
-    args.validate()
+    """Turn valid settings' text into a data set, and return a line. If it raises an error, it has written nothing."""
     # The tokenizer reads these when it first starts its threads, and nothing has started them yet.
     workers = args.workers or _cores()
     os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -232,7 +241,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args = parse(PreprocessConfig, argv, "preprocess_data", description="Tokenise text into an indexed data set.")
         prefix = args.output_prefix
-        print(preprocess(args))
+        args.validate()
+        if args.write_checksums is None:
+            print(preprocess(args))
+            return
+        with usage_errors("--write-checksums: "):
+            size = write_checksums(args.write_checksums)
+        print(f"{checksums_path(args.write_checksums)}: checksums of {size:,} bytes")
         return
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; nothing is written", file=sys.stderr)

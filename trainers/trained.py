@@ -31,6 +31,7 @@ from tplayers.placement import unfilled_parameters
 from .checkpoints import checkpoint, pointer
 from .config import JobConfig, of_other_program
 from .data.corpus import require_vocabulary
+from .data.stream import SourceRecord
 from .data.tokenizer import Tokenizer
 from .options import AtLeastOne, Text, option, require, require_ranges
 from .run.startup import watched
@@ -92,8 +93,7 @@ class Trained:
     settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
     ``pad_attention_heads``, so that the grid need not divide the heads. kind:
     "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved. sources: the
-    (name, identity) of each data set that the run has read (`trainers.data.stream.SourceRecord`), as far as known.
-    end_tokens: those at which a text of the model ends.
+    what is known of each data set that the run has read. end_tokens: those at which a text of the model ends.
     problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 
@@ -102,7 +102,7 @@ class Trained:
     kind: str
     checkpoint: Path
     iteration: int
-    sources: Sequence[tuple[str, str]]
+    sources: Sequence[SourceRecord]
     end_tokens: Sequence[int]
     _tokenizer: Tokenizer | None = field(repr=False)
     problem: str = field(repr=False)
@@ -231,7 +231,7 @@ def _trained(
             f"--tokenizer-model {tokenizer}: has another vocabulary than the tokenizer with which the run was trained"
         )
         print(said, file=sys.stderr, flush=True)
-    sources = [] if read is None else [(one["name"], one["identity"]) for one in read["sources"] if one["identity"]]
+    sources = [] if read is None else [SourceRecord(**one) for one in read["sources"] if one["identity"]]
     ends = on_every_rank(grid.world, lambda: _end_tokens(settings, text))
     return Trained(model, settings, settings.task, found, steps, sources, ends, text, problem)
 

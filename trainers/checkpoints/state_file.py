@@ -33,6 +33,8 @@ class SavedSource(ReadPart):
     weight: str = Field(pattern=r"^\d{1,400}(/[1-9]\d{0,399})?$")
     before: _Count
     consumed: _Count
+    checksums: str = ""
+    written: int = 0
 
 
 class SavedData(ReadPart):

@@ -78,10 +78,12 @@ def verify(blend: Sequence[WeightedPrefix], part: int, parts: int) -> int:
         path = checksums_path(prefix)
         with usage_errors("--verify-data: "):
             if not path.is_file():
-                raise ValueError(f"{path} does not exist; preprocess_data writes it with a data set")
+                raise ValueError(f"{path} does not exist; preprocess_data --write-checksums {prefix} writes it")
             pieces = checksums.read(path)
             for file in (bin_path(prefix), idx_path(prefix)):
                 if file.name not in {piece.name for piece in pieces}:
-                    raise ValueError(f"{path}: has no checksum of {file.name}")
+                    raise ValueError(
+                        f"{path}: has no checksum of {file.name}; preprocess_data --write-checksums {prefix} writes one"
+                    )
             total += sum(checksums.verify(path, pieces, (part + number) % parts, parts))
     return total

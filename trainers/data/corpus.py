@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +17,7 @@ from trainers.options import Length, Vocabulary, given, option, require
 
 from .blend import WeightedPrefix, read_blend, require_files, verify
 from .indexed import IndexedDataset, tokenizer_path
+from .same_data import KnownData, same_bytes, same_data
 from .samples import NoSamplesError, Samples, TokenSamples, ZipfSamples, split_documents, split_weights
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
@@ -196,7 +198,9 @@ def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = 
             held_out = cut(dataset, validation)
         except NoSamplesError as error:
             short.append(str(error))
-        sources.append(Source(prefix, dataset.identity(), weight, cut(dataset, training), held_out))
+        samples = cut(dataset, training)
+        known = KnownData.of(dataset)
+        sources.append(Source(prefix, known.identity, weight, samples, held_out, known.checksums, known.written))
     _require_different(sources)
     tokenizer = Tokenizer.from_file(config.tokenizer_model) if config.tokenizer_model else None
     corpus = Corpus(tuple(sources), tokenizer)
@@ -219,7 +223,6 @@ def _token_samples(dataset: IndexedDataset, documents: range, length: int) -> Sa
 
 def _require_different(sources: Sequence[Source]) -> None:
     """Raise UsageError if two sources are the same data, because their samples would repeat within an epoch."""
-    names: dict[str, str] = {}
-    for source in sources:
-        if (other := names.setdefault(source.identity, source.name)) != source.name:
-            raise UsageError(f"--data-path: {other} and {source.name} hold the same data; give one, with both weights")
+    for one, other in combinations(sources, 2):
+        if same_data(one, other) and same_bytes(one.name, other.name):
+            raise UsageError(f"--data-path: {one.name} and {other.name} hold the same data; add up the weights")

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainers.files import checksums
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 
@@ -102,7 +104,8 @@ class IndexedDataset:
     def identity(self) -> str:
         """A digest that tells this data set from others, wherever its files lie: hexadecimal, 32 digits.
 
-        It is made of the sizes of both files and of the first and last 64 KB of each.
+        It is made of the sizes of both files and of the first and last 64 KB of each. `trainers.data.same_data` uses
+        what else is known.
         """
         digest = hashlib.sha256()
         for path in (self._idx, self._bin):
@@ -113,6 +116,27 @@ class IndexedDataset:
                 file.seek(max(0, size - _ENDS))
                 digest.update(file.read(_ENDS))
         return digest.hexdigest()[:32]
+
+    def checksums(self) -> str:
+        """A digest of the checksums of both files, as PREFIX.xxh3 has them: 16 hexadecimal digits; "" if it has none.
+
+        Raises ValueError that names the file where the list is damaged, or says another size.
+        """
+        path = checksums_path(self.prefix)
+        if not path.is_file():
+            return ""
+        pieces, parts = checksums.read(path), []
+        for file in (self._bin, self._idx):
+            mine = [piece for piece in pieces if piece.name == file.name]
+            if not mine:
+                return ""
+            checksums.require_size(path, file, mine)
+            parts += [f"{piece.start} {piece.stop} {piece.digest}\n" for piece in mine]
+        return checksums.digest("".join(parts).encode())
+
+    def written(self) -> int:
+        """When its files were last written: seconds since 1970."""
+        return int(max(path.stat().st_mtime for path in (self._idx, self._bin)))
 
     def _read_index(self) -> None:
         raw = np.memmap(self._idx, dtype=np.uint8, mode="r") if self._idx.stat().st_size else np.empty(0, "u1")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trainers.files import checksums
 
-from .indexed import CODES, HEADER, MAGIC, VERSION, bin_path, checksums_path, idx_path, type_names
+from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, checksums_path, idx_path, type_names
 
 
 class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWriter"]):
@@ -109,6 +109,18 @@ class IndexedDatasetWriter(contextlib.AbstractContextManager["IndexedDatasetWrit
                 self._file.close()
             for path in self._files():
                 _partial(path).unlink(missing_ok=True)
+
+
+def write_checksums(prefix: str | os.PathLike[str]) -> int:
+    """Write ``PREFIX.xxh3`` for a data set of another program. Returns the bytes that were read.
+
+    Raises ValueError that names a file that is damaged, and OSError.
+    """
+    IndexedDataset(prefix)
+    pieces = [*checksums.pieces_of(bin_path(prefix)), *checksums.pieces_of(idx_path(prefix))]
+    _write(checksums_path(prefix), [checksums.text(pieces).encode()])
+    _partial(checksums_path(prefix)).replace(checksums_path(prefix))
+    return sum(piece.stop - piece.start for piece in pieces)
 
 
 def _partial(path: Path) -> Path:

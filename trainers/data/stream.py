@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from .same_data import found_among, written_since
 from .samples import EpochPermutation, Samples
 
 #: name and identity of mock data
@@ -96,6 +97,7 @@ class Source:
 
     name: for people, such as its prefix. identity: tells its data from all others, wherever they lie. weight: of any
     scale; see `Apportionment`. training: its samples. held_out: those of its validation split; None if there are none.
+    checksums, written: what else is known of its files (`trainers.data.same_data`).
     """
 
     name: str
@@ -103,15 +105,17 @@ class Source:
     weight: Fraction
     training: Samples
     held_out: Samples | None = None
+    checksums: str = ""
+    written: int = 0
 
 
 @dataclass(frozen=True)
 class SourceRecord:
     """What a checkpoint knows of a source, in the run or only in an earlier part of it.
 
-    name, identity: as in `Source`. samples: of an epoch; 0 if that is not known. weight: its probability, as a
-    fraction; "0" if the run does not draw from it. before: samples that the run had read from it when it began to draw
-    by these weights. consumed: samples that it has read from it in all.
+    name, identity, checksums, written: as in `Source`. samples: of an epoch; 0 if that is not known. weight: its
+    probability, as a fraction; "0" if the run does not draw from it. before: samples that the run had read from it when
+    it began to draw by these weights. consumed: samples that it has read from it in all.
     """
 
     name: str
@@ -120,6 +124,8 @@ class SourceRecord:
     weight: str
     before: int
     consumed: int
+    checksums: str = ""
+    written: int = 0
 
     @property
     def probability(self) -> Fraction:
@@ -140,13 +146,13 @@ class SampleStream:
     same weights goes on with the same stream. With others, or with other sources, it starts a new apportionment at that
     sample, and each source goes on where it was: so no sample is read twice before all samples of its source are.
 
-    sources: at least one, with different identities, in any order. seed: of the permutations. vocabulary: tells the
+    sources: at least one, no two with the same data, in any order. seed: of the permutations. vocabulary: tells the
     vocabulary of their tokens from others (`Tokenizer.identity`); None if it is not known.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int, vocabulary: str | None = None) -> None:
         # The order of the sources on a command line must not change the stream.
-        self.sources = tuple(sorted(sources, key=lambda source: source.identity))
+        self.sources = tuple(sorted(sources, key=lambda source: (source.identity, source.checksums)))
         self._orders = [EpochPermutation(len(source.training), seed) for source in self.sources]
         weights = [source.weight for source in self.sources]
         self._apportionment = Apportionment(weights)
@@ -175,9 +181,10 @@ class SampleStream:
         """What the run's first n samples read of each source, those that it no longer draws from included."""
         described = zip(self.sources, self._probabilities, self._before, self.consumed(n), strict=True)
         return [
-            SourceRecord(source.name, source.identity, len(source.training), str(probability), before, consumed)
+            SourceRecord(source.name, source.identity, len(source.training), str(probability), before, consumed,
+                         source.checksums, source.written)
             for source, probability, before, consumed in described
-        ] + self._absent
+        ] + self._absent  # fmt: skip
 
     def record(self, n: int) -> dict[str, Any]:
         """What `continue_from` needs to go on after n samples, as JSON types."""
@@ -191,13 +198,18 @@ class SampleStream:
         samples.
         """
         start, saved = _read(record, n)
-        known = {(old.identity, old.samples): old for old in self._identified(saved)}
-        ours = [known.pop((source.identity, len(source.training)), None) for source in self.sources]
-        gone = list(known.values())
+        gone = list(self._identified(saved))
+        ours: list[SourceRecord | None] = []
+        for source in self.sources:
+            old = found_among(source, (one for one in gone if one.samples == len(source.training)))
+            ours.append(old)
+            if old is not None:
+                gone.remove(old)
         consumed = [0 if old is None else old.consumed for old in ours]
         self._absent = [replace(old, weight=ZERO, before=old.consumed) for old in gone if old.consumed]
         weights = [ZERO if old is None else old.weight for old in ours]
-        lines = []
+        found = zip(self.sources, ours, strict=True)
+        lines = [line for source, old in found if old is not None and (line := written_since(source, old)) is not None]
         vocabulary = record.get("vocabulary")  # older versions did not record it
         if None not in (vocabulary, self._vocabulary) and vocabulary != self._vocabulary:
             lines.append(f"another tokenizer from sample {n:,} on: its vocabulary is not that of the checkpoint's run")

@@ -73,6 +73,15 @@ class Digester:
         self._hash = xxhash.xxh3_64()
 
 
+def pieces_of(path: Path) -> list[Piece]:
+    """The pieces of a file that is there. Raises OSError."""
+    made = Digester(path.name)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            made.update(block)
+    return made.pieces()
+
+
 def text(pieces: Iterable[Piece]) -> str:
     """The list of ``pieces``. The pieces of one file stand together, from its first byte to its last.
 
@@ -112,14 +121,18 @@ def verify(path: str | os.PathLike[str], pieces: Sequence[Piece], part: int = 0,
     """
     folder = Path(path).parent
     for name, of_one in groupby(pieces, attrgetter("name")):
-        file, size = folder / name, list(of_one)[-1].stop
-        if not file.is_file():
-            raise ChecksumError(f"{file}: no such file; {os.fspath(path)} lists it")
-        if file.stat().st_size != size:
-            raise ChecksumError(f"{file}: {file.stat().st_size} bytes, where {Path(path).name} says {size}")
+        require_size(path, folder / name, list(of_one))
     for piece in pieces[part::parts]:
         check(folder, piece)
         yield piece.stop - piece.start
+
+
+def require_size(path: str | os.PathLike[str], file: Path, pieces: Sequence[Piece]) -> None:
+    """Raise ChecksumError unless ``file`` is there with the size of its ``pieces``, which the list at ``path`` has."""
+    if not file.is_file():
+        raise ChecksumError(f"{file}: no such file; {os.fspath(path)} lists it")
+    if (size := file.stat().st_size) != pieces[-1].stop:
+        raise ChecksumError(f"{file}: {size} bytes, where {Path(path).name} says {pieces[-1].stop}")
 
 
 def check(folder: Path, piece: Piece) -> None:

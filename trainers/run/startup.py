@@ -41,7 +41,7 @@ def run_command(
         config = job_config(world, kind, command, said.append)
         if config.order is not None:
             fix_products()
-        verify_files(config, world)  # before there is a timeout: reading all data may take long
+        verify_files(world, config.verify_files)  # before there is a timeout: reading all data may take long
         stopping.configure(config)
         with watched(config, world) as comm:
             if instead(config, comm):
@@ -82,13 +82,14 @@ def read_config(
     return config
 
 
-def verify_files(config: TrainConfig, world: Communicator) -> None:
-    """Verify the files that the settings ask for (``--verify-data``), each rank its share. Collective over ``world``.
+def verify_files(world: Communicator, read: Callable[[int, int], int]) -> None:
+    """Verify files (``--verify-data``), each rank its share. Collective over ``world``.
 
-    Raises UsageError, on every rank, where a file is damaged.
+    read: reads this rank's share, and returns its bytes: `TrainConfig.verify_files`. Raises UsageError, on every rank,
+    where a file is damaged.
     """
     began = time.perf_counter()
-    verified = torch.tensor([on_every_rank(world, lambda: config.verify_files(world.rank, world.size))])
+    verified = torch.tensor([on_every_rank(world, lambda: read(world.rank, world.size))])
     world.all_reduce(verified)
     if world.rank == 0 and (size := int(verified)):
         seconds = time.perf_counter() - began

@@ -37,6 +37,7 @@ class EvaluateConfig(LoadConfig):
         "groups or tags of lm-evaluation-harness",
     )  # fmt: skip
     data: Text | None = option(None, "the task's file")
+    verify_data: bool = option(False, "held-out: first compare all files of the run's data sets with their checksums")
     json_key: Text = option("text", "key of the text in a line of a .jsonl or .json file")
     seq_length: Length | None = option(
         None, "most tokens that the model reads at once (default: the --seq-length of its training)"
@@ -78,6 +79,7 @@ class EvaluateConfig(LoadConfig):
             whose = "its" if self.names else "the run's"
             own = f"--task {self.task} reads {whose} own data; leave it out"
             require(self.data is None, f"{given(self, 'data')}: {own}")
+        require(not self.verify_data or self.task == HELD_OUT, f"--verify-data: needs --task {HELD_OUT}")
         lambada = self.task == LAMBADA
         for name in ("stride", "plot"):
             without = getattr(self, name) is None or not (lambada or self.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.data import text_files
 from trainers.data.indexed import IndexedDataset
+from trainers.data.same_data import KnownData, found_among, written_since
 from trainers.data.samples import split_documents
+from trainers.data.stream import SourceRecord
 from trainers.data.text_files import TextPiece
 from trainers.data.tokenizer import Tokenizer
 from trainers.files.reading import require_regular
@@ -128,12 +131,12 @@ def read_json_lines(path: str, key: str, tokenizer: Tokenizer) -> Texts:
 
 
 def read_held_out(
-    settings: TransformerTrainConfig, tokenizer: Tokenizer | None, sources: Sequence[tuple[str, str]] = ()
+    settings: TransformerTrainConfig, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord] = ()
 ) -> Texts:
     """The validation documents of a run, those of each data set one after the other as one text, as it trained on them.
 
-    tokenizer: for the number of words; None for none. sources: the (name, identity) of each data set that the run has
-    read, as far as it is known. Raises UsageError if there are no documents, or those of other data.
+    tokenizer: for the number of words; None for none. sources: what is known of each data set that the run has read.
+    Raises UsageError if there are no documents, or those of other data.
     """
     blend = settings.blend()
     if not blend:
@@ -147,7 +150,7 @@ def read_held_out(
         if not weight:
             continue
         dataset = IndexedDataset(prefix)
-        _require_trained_on(dataset, sources)
+        _require_trained_on(KnownData.of(dataset), sources)
         documents = split_documents(len(dataset), settings.split)[1]
         parts = [dataset.document(number) for number in documents]
         if parts:
@@ -168,14 +171,21 @@ def read_held_out(
     return Texts(tokens, TextCounts(len(tokens), words, harness, sum(map(len, tokens))))
 
 
-def _require_trained_on(dataset: IndexedDataset, sources: Sequence[tuple[str, str]]) -> None:
-    """Raise UsageError if a run that has read ``sources`` knows a data set of this name, and not this one."""
-    known = [identity for name, identity in sources if name == dataset.prefix]
-    if known and (found := dataset.identity()) not in known:
+def _require_trained_on(now: KnownData, sources: Sequence[SourceRecord]) -> None:
+    """Raise UsageError if a run that has read ``sources`` knows a data set of this name, and not this one.
+
+    It says on standard error where the files were written since.
+    """
+    known = [source for source in sources if source.name == now.name]
+    same = found_among(now, known)
+    if known and same is None:
+        found, before = (f"(identity {one.identity} {one.checksums}".strip() + ")" for one in (now, known[-1]))
         raise UsageError(
-            f"--task held-out: {dataset.prefix} holds other data (identity {found}) than the run was trained on "
-            f"(identity {known[-1]}): was it replaced since? --task perplexity scores any text"
+            f"--task held-out: {now.name} holds other data {found} than the run was trained on {before}: was it "
+            "replaced since? --task perplexity scores any text"
         )
+    if same is not None and (line := written_since(now, same)) is not None:
+        print(f"--task held-out: {line}", file=sys.stderr, flush=True)
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> Tokens:

@@ -98,7 +98,7 @@ def test_a_tokenizer_that_knows_more_tokens_is_the_same(write: Write, tmp_path: 
 def test_the_same_data_twice_is_refused(write: Write) -> None:
     """Under another name: no prefix is named twice."""
     words = (0.5, write("a", 20, 1), 0.5, write("copy", 20, 1))
-    with pytest.raises(UsageError, match=r"--data-path: .*/a and .*/copy hold the same data; give one, with both"):
+    with pytest.raises(UsageError, match=r"--data-path: .*/a and .*/copy hold the same data; add up the weights"):
         open_corpus(blend(*words))
 
 

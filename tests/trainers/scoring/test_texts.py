@@ -10,6 +10,7 @@ import tokenizers
 from commengine import UsageError
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
+from trainers.data.same_data import KnownData
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import texts
 from trainers.tasks.gpt import GPTTrainConfig
@@ -69,7 +70,7 @@ def test_a_bad_file_is_named(tmp_path, tokenizer, content, said):
             texts.read_whole(str(tmp_path / "a"), tokenizer, wikitext=wikitext)
 
 
-def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, tokenizer):
+def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, tokenizer, capsys):
     documents = [[*tokenizer.encode(f"The mole of {year}"), tokenizer.eod] for year in range(1871, 1891)]
     for name in "ab":
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
@@ -85,12 +86,21 @@ def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, to
     )
     assert counts == texts.TextCounts(1, 16, 16, len(tokens))
     assert texts.read_held_out(settings, None).counts == texts.TextCounts(1, 0, 0, len(tokens))
-    name, identity = str(tmp_path / "a"), IndexedDataset(tmp_path / "a").identity()
-    for sources in ([(name, identity)], [(name, "of before"), (name, identity)], [("moved", "other")]):
+    now = KnownData.of(IndexedDataset(tmp_path / "a"))
+    old, moved = now._replace(identity="12ab"), now._replace(name="moved", identity="other")
+    for sources in ([now], [old, now], [moved], [now._replace(checksums="", written=0)]):
         assert texts.read_held_out(settings, None, sources).counts.tokens == len(tokens)
-    said = f"--task held-out: {name} holds other data (identity {identity}) than the run was trained on (identity 12ab)"
+    assert not capsys.readouterr().err
+    texts.read_held_out(settings, None, [now._replace(written=9)])
+    assert "the run read what was written at 1970-01-01 00:00:09; sizes" in capsys.readouterr().err
+    found = f"{now.identity} {now.checksums}"
+    said = (
+        f"--task held-out: {now.name} holds other data (identity {found}) than the run was trained on (identity 12ab "
+    )
+    with pytest.raises(UsageError, match=r"identity .* 00ff"):
+        texts.read_held_out(settings, None, [now._replace(checksums="00ff")])
     with pytest.raises(UsageError) as raised:
-        texts.read_held_out(settings, None, [(str(tmp_path / "b"), identity), (name, "12ab")])
+        texts.read_held_out(settings, None, [now._replace(name=str(tmp_path / "b")), old])
     assert str(raised.value).startswith(said)
     for changed, said in (
         ({"data_path": None, "mock_data": True}, "trained on --mock-data"),
