@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -107,6 +108,9 @@ def _abort_after(error: BaseException) -> None:
             say(f"[rank {_world_rank()}] {error.code}")
         abort(error.code if isinstance(error.code, int) else 1)
     if isinstance(error, LaunchError):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            # srun ends this task because another one has said the same. 75 would mean: start the job again.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         time.sleep(seconds_to_wait())
         say(f"error: {error}")
         abort(1)

@@ -13,6 +13,7 @@ from commengine.host.switch_points import SwitchPoints, agreed, checked_digest
 from commengine.host.wire import ORDERS
 from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi, making_communicators
+from commengine.startup.tasks import say_if_alone
 from commengine.timeout.arrival import Arrival
 from commengine.timeout.watcher import Watch, check_timeout
 
@@ -44,6 +45,8 @@ def open_group(
         raise CollectiveError("MPI is not running: a Communicator needs MPI initialised and not yet finalised")
     if not isinstance(mpi_comm, mpi.Comm) or mpi_comm == mpi.COMM_NULL or mpi_comm.Is_inter():
         raise CollectiveError(f"Communicator needs an MPI intracommunicator, not {mpi_comm!r}")
+    if mpi_comm != mpi.COMM_SELF:
+        say_if_alone(mpi.COMM_WORLD.size, library=mpi.Get_library_version())
     accepted: dict[str, Any] = {}
     problem = None
     for argument, value in {"name": name, "timeout": timeout, **given}.items():

@@ -74,6 +74,32 @@ def test_srun_starts_ranks_whatever_lies_in_their_memory(cluster, ranks):
     assert (done.returncode, done.stdout) == (0, "right\n" * ranks), done
 
 
+#: every way to start that the pages show; each says the same
+STARTS = {
+    "launch": "from commengine import launch\nlaunch.run(lambda world: 0)",
+    "embedded": "from mpi4py import MPI\nfrom commengine import Communicator\n"
+    "Communicator(MPI.COMM_WORLD, timeout=9).close(), Communicator(MPI.COMM_WORLD).close()",
+    "embedded, with abort_on_error": "from mpi4py import MPI\nfrom commengine import Communicator, launch\n"
+    "with launch.abort_on_error():\n    Communicator(MPI.COMM_WORLD.Split(0)).close()",
+    "split_world": "from commengine import launch\nwith launch.abort_on_error():\n    launch.split_world(0)",
+    "example": "import runpy; runpy.run_path('examples/inside_mpi.py', run_name='__main__')",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_tasks_that_are_worlds_of_their_own_say_so_once_each(cluster, start):
+    done = cluster.run("srun", "--mpi=none", "-N2", "-n2", sys.executable, "-c", STARTS[start], timeout=60)
+    said = [line for line in done.stderr.splitlines() if "MPI's world has 1 rank" in line]
+    assert len(said) == 2 and all("srun and this MPI do not speak the same PMI" in line for line in said), done
+    assert (done.returncode == 0) == ("embedded" in start or start == "example"), done
+
+
+def test_a_world_of_one_that_is_meant_says_nothing(cluster):
+    words = "from mpi4py import MPI\nfrom commengine import Communicator\nCommunicator(MPI.COMM_SELF).close()"
+    done = cluster.run("srun", "--mpi=none", "-N2", "-n2", sys.executable, "-c", words, timeout=60)
+    assert done.returncode == 0 and "world" not in done.stderr, done
+
+
 def test_training_across_nodes_equals_training_on_one_machine(cluster, tmp_path):
     words = ["-m", "trainers.pretrain_gpt", *RUN]
     done = cluster.run(

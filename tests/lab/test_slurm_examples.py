@@ -142,3 +142,24 @@ def test_every_example_is_bash_that_names_its_limits():
         assert done.returncode == 0, done.stderr
         text = path.read_text()
         assert "#SBATCH --time=" in text and "OMP_NUM_THREADS=" in text and "SLURM_MPI_TYPE" in text
+
+
+#: the first task fails at once, and srun ends the others while they import
+FIRST_FAILS = """
+import os, sys
+if os.environ.get("SLURM_PROCID") == "0" and "trainers.pretrain_gpt" in sys.orig_argv:
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("fault", ["another PMI", "a task that cannot start"])
+def test_what_fails_each_time_is_not_requeued(cluster, folder, submit, fault):
+    variables = {"SLURM_MPI_TYPE": "none"}
+    if fault != "another PMI":
+        (folder / "site").mkdir()
+        (folder / "site/sitecustomize.py").write_text(FIRST_FAILS)
+        variables = {"PYTHONPATH": str(folder / "site")}
+    after = cluster.wait(submit("requeue.sbatch", MOST_RESTARTS="2", **variables), ended, timeout=100)
+    text = (folder / f"requeue-{after.number}.out").read_text()
+    assert (after.state, after.restarts) == ("FAILED", 0) and after.status not in (0, 75), text
+    assert fault != "another PMI" or "do not speak the same PMI" in text

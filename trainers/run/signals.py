@@ -48,15 +48,20 @@ def end_on_signals(arguments: Sequence[str]) -> None:
 
     A batch system may send its warning as soon as the job starts. The signal's own action would end the job with a
     status that nobody takes for "start it again". A signal that a YAML file names is not known yet.
+
+    Among several tasks of srun SIGTERM ends this one with 143. srun sends it where another task has failed, and
+    reports the highest status of all: with 75 a job that always fails would be started again each time.
     """
-    numbers = {signal.SIGTERM}
+    by_srun = os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "MPI_LOCALRANKID" not in os.environ
+    statuses = {signal.SIGTERM: 128 + signal.SIGTERM if by_srun else os.EX_TEMPFAIL}
     for word, following in pairwise([*arguments, ""]):
         name = following if word == "--exit-signal" else word.partition("--exit-signal=")[2]
         with contextlib.suppress(KeyError):  # the option's own check comes later
-            numbers.add(parse(name))
-    for number in numbers - {signal.SIGINT}:
-        text = f"{number.name} before the run began: nothing to save (exit status {os.EX_TEMPFAIL})"
-        _JOB_END["handle_signal"](number, lambda *_, text=text: say_and_end(text, os.EX_TEMPFAIL))
+            statuses[parse(name)] = os.EX_TEMPFAIL
+    statuses.pop(signal.SIGINT, None)
+    for number, status in statuses.items():
+        text = f"{number.name} before the run began: nothing to save (exit status {status})"
+        _JOB_END["handle_signal"](number, lambda *_, text=text, status=status: say_and_end(text, status))
 
 
 def say_and_end(text: str, status: int) -> NoReturn:

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from commengine.errors import LaunchError
-from commengine.startup.tasks import check_world_size, first_on_node, seconds_to_wait
+from commengine.startup import tasks
+from commengine.startup.tasks import check_world_size, first_on_node, say_if_alone, seconds_to_wait
 from tests.support import mpirun
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,18 @@ MPICH, OPEN_MPI = "MPICH Version:      5.0.2\nMPICH Release date: ...", "Open MP
 def test_the_cause_names_what_to_do(environ, library, said):
     with pytest.raises(LaunchError, match=said):
         check_world_size(1, environ, library)
+
+
+def test_a_world_of_one_says_once_that_it_is_one_of_several(capsys, monkeypatch):
+    monkeypatch.setattr(tasks, "_said_alone", False)
+    for size, environ in ((1, {}), (1, {"SLURM_NTASKS": "4"}), (1, {"PMI_SIZE": "1"}), (2, {"PMI_SIZE": "4"})):
+        say_if_alone(size, environ)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        say_if_alone(1, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, MPICH)
+    said = capsys.readouterr().err
+    assert said.startswith("[task 1] SLURM_STEP_NUM_TASKS=2, but MPI's world has 1 rank. ") and said.count("\n") == 1
+    assert "--mpi=pmi2" in said and "over MPI.COMM_SELF" in said
 
 
 def test_the_task_that_speaks():
