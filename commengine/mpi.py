@@ -7,10 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
-from .errors import TransferError
+from .errors import SettledError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+#: in MPICH's errors where no number of a communicator is left, or none that is free on all ranks: a rank that stopped
+#: keeps its communicators
+NONE_LEFT = ("Too many communicators", "Cannot allocate context ID because of fragmentation")
 
 
 def load_mpi() -> Any:
@@ -71,13 +76,13 @@ class OwnsCommunicators:
 
 @contextlib.contextmanager
 def making_communicators() -> Iterator[None]:
-    """Say what to do when MPI has no communicator left to give: raises `TransferError`, on every rank of the group."""
+    """Say what to do when MPI has no communicator left to give: raises `SettledError`, on every rank of the group."""
     try:
         yield
     except load_mpi().Exception as error:
-        if "Too many communicators" not in str(error):
+        if not any(words in str(error) for words in NONE_LEFT):
             raise
-        raise TransferError(
+        raise SettledError(
             "MPI has no communicator left to give (MPICH has 2048 in a process). A Communicator holds 1, one more with "
             "a timeout, and up to 3 more once its large collectives share memory; a stream holds up to 2. Close what "
             "is not used"

@@ -151,7 +151,7 @@ class Dispatcher:
         self._raise(operation, error)
 
     def _settle(self, operation: str, error: BaseException) -> None:
-        if not getattr(error, "in_step", False):
+        if not (self.closed or getattr(error, "in_step", False)):
             self.stop(reason_of(self, operation, error))
 
     def _raise(self, operation: str, error: BaseException) -> NoReturn:

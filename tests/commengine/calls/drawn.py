@@ -57,13 +57,15 @@ def draw(seed: int, number: int, size: int, gentle: bool = False) -> dict:
     way = drawn.choice(MPI_S if by_mpi else MEMORY)
     # Where MPI carries the call, a rank that is left alone in it ends the job: seldom, because a job takes seconds.
     together = drawn.random() < (1 if by_mpi and gentle else 0.97 if by_mpi or size > 2 else 0.3)
+    limited = drawn.random() < (0.05 if by_mpi else 0.3)
+    limited = limited and not (gentle and (by_mpi or "stream" in way or "worker" in way))  # its end is the job's
     return {
         "number": number, "size": size, "way": way, "by_mpi": by_mpi or size > 2,
         "at": max(int(gentle), int(CALLS * drawn.betavariate(2, 2))),
         "who": list(range(size)) if together else [drawn.randrange(size)], "part": drawn.random(),
         "error": drawn.choice(ERRORS),
         "signal": not together and not by_mpi and not way.startswith("worker") and drawn.random() < 0.3,
-        "timeout": 1.0 if drawn.random() < (0.05 * (not gentle) if by_mpi else 0.3) else None,
+        "timeout": 1.0 if limited else None,
         "n": drawn.choice(ELEMENTS), "late": drawn.random() * 0.02 if drawn.random() < 0.3 else 0.0,
     }  # fmt: skip
 
