@@ -27,7 +27,7 @@ from commengine.errors import one_line, usage_errors
 from .data import stdlib_text, text_files
 from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, settings_path, tokenizer_path
 from .data.indexed_writer import IndexedDatasetWriter, write_checksums
-from .data.samples import EpochPermutation
+from .data.permutation import EpochPermutation
 from .data.text_files import TextFileError, TextPiece
 from .data.text_input import TextInput
 from .data.tokenizer import SMALLEST_BPE, Tokenizer

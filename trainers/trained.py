@@ -39,6 +39,7 @@ from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
 from .tasks.other_models import require_kind, settings_of_other
 from .tasks.transformer import TransformerTrainConfig
+from .tokenizing import probe
 from .tokenizing.ends import end_tokens
 from .training.precision import parameter_dtype
 from .weights.opening import fill_model, open_other
@@ -222,6 +223,7 @@ def _trained(
     fill(model)
     model.requires_grad_(False).to(grid.world.device).eval()
     vocabulary = None if read is None else read["vocabulary"]
+    probe.share(grid.world, tokenizer if tokenizer is not None else settings.tokenizer_model)
     try:
         text, problem = on_every_rank(grid.world, lambda: _tokenizer_of(settings, tokenizer, vocabulary)), ""
     except UsageError as error:  # on all ranks; a model is worth something without it

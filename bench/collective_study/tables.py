@@ -160,19 +160,21 @@ def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
 def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a row's line.
 
-    Markers are hollow in states of the machine other than the first.
+    Markers are hollow in states of the machine other than the first. Lines of rows that are skewed are dotted.
 
     transports, kinds: all that the picture shows, in its order.
     """
     transport, dtype, redop = (row[name] for name in ("transport", "dtype", "redop"))
     place = "in place" if row["in_place"] else "out of place"
-    state = row.get("state")
+    state, skew = row.get("state"), row.get("skew")
     way = WORDS.get(transport, transport)
-    words = [way, dtype, *([redop] if redop not in (None, "none") else []), place, *([state] if state else [])]
+    words = [way, dtype, *([redop] if redop not in (None, "none") else []), place]
+    words += [state] * bool(state) + [f"{skew} skew"] * bool(skew)
     return {
         "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
         "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
-        "linestyle": "--" if row["in_place"] else "-", "fillstyle": "full" if state in (None, "state 1") else "none",
+        "linestyle": DOTS.get(skew or "", "--" if row["in_place"] else "-"),
+        "fillstyle": "full" if state in (None, "state 1") else "none",
         "label": ", ".join(map(str, words)),
     }  # fmt: skip
 
@@ -181,11 +183,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
     The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
-    reduction; lines in place are dashed, and each state of the machine has lines of its own. A cross marks a call that
-    does not count.
+    reduction; lines in place are dashed, and each state of the machine and each skew have lines of their own. A cross
+    marks a call that does not count.
     """
     shown = [row for row in rows if row["bytes"] > 0]
-    lines = alike(shown, "operation", "transport", "dtype", "redop", "in_place", "state")
+    lines = alike(shown, "operation", "transport", "dtype", "redop", "in_place", "state", "skew")
 
     def plot(left: Any, right: Any, line: list[Row], style: dict[str, Any]) -> None:
         line = sorted(line, key=lambda row: int(row["bytes"]))
@@ -238,6 +240,8 @@ def draw_pairs(series: Sequence[tuple[Row, T]], plot: Callable[[Any, Any, T, dic
     return figure
 
 
+#: the dashes of numbers of rows that differ (bench.transports.skew.NAMES); equal ones have those of other calls
+DOTS = {"zipf": ":", "hot": "-."}
 #: the legend's words for a cross
 CROSS = "does not count (~ another state, ? few calls)"
 #: inches of a line of a legend

@@ -37,8 +37,10 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
     model: the word of ``--model``, or None. Raises UsageError or ValueError that names the option at fault.
     """
     if model is None:
-        named = [presets.PRESETS[word] for word in " ".join(rest).replace("=", " ").split() if word in presets.PRESETS]
-        model = named[0].task if named else GPTTrainConfig.task
+        given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        given.add_argument("--preset", nargs="?")
+        preset = presets.PRESETS.get(given.parse_known_args(rest)[0].preset or "")
+        model = GPTTrainConfig.task if preset is None else preset.task
     config = read_config(CONFIGS[model], rest, command, ranks)
     if config.compile:
         raise UsageError(

@@ -470,6 +470,9 @@ def test_a_preset_or_an_option_decides_on_the_model(tmp_path, capsys):
     file.write_text("preset: bert-3.9b\nmask_prob: 0.2\n")
     found = step.read(["--model", "bert", "--config", str(file), *few], 4)
     assert (found["model"], found["config"]["hidden_size"], found["config"]["mask_prob"]) == ("bert", 2560, 0.2)
+    (tmp_path / "yaml").write_text("num_layers: 2\n")
+    for words in (["--save", "bert-336m"], [f"--config={tmp_path / 'yaml'}", "--data-cache-path", "bert-336m"]):
+        assert step.read([*TINY, *words], 2)["model"] == "gpt"  # the name stands in another option's place
     assert step.read(TINY, 2)["model"] == "gpt" and step.read([*TINY, *BERT], 2)["config"]["mask_prob"] == 0.25
     for argv, message in [
         (

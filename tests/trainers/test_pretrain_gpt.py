@@ -542,7 +542,7 @@ launch.run(pretrain_gpt.main)
 def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, tensor):
     """On a machine without TensorBoard, too."""
     words = [*mock, "--train-iters", "100000", "--tensor-model-parallel-size", str(tensor), "--overlap-grad-reduce"]
-    words += ["--distributed-timeout-minutes", "0.05"]
+    words += ["--distributed-timeout-minutes", "0.05", "--tensorboard-dir", str(tmp_path / "tensorboard")]
     began = time.monotonic()
     done = mpirun.run(2, "-c", DIE, *words, "--save", str(tmp_path), env={"HOW": how}, timeout=60)
     ended = time.monotonic()
@@ -551,7 +551,8 @@ def test_a_rank_that_dies_in_training_ends_the_job(tmp_path, mock, rows, how, te
     last = (tmp_path / "metrics.jsonl").stat().st_mtime
     assert time.time() - (time.monotonic() - ended) - last < 10  # since the last step that was done
     assert len(rows(tmp_path)) == 3
-    assert not (tmp_path / "tensorboard").exists()  # there is none to write it
+    assert "nothing is written there, because TensorBoard is not installed" in done.stderr
+    assert not list((tmp_path / "tensorboard").iterdir())
     if how == "raise":
         assert done.stderr.count("Traceback (most recent call last)") == 1
         assert "[rank 1] Traceback" in done.stderr and "rank one has had enough" in done.stderr

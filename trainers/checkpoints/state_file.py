@@ -43,6 +43,7 @@ class SavedData(ReadPart):
     start: _Count
     sources: list[SavedSource] = Field(min_length=1)
     vocabulary: str | None = None
+    order: _Count = 1
 
 
 class SavedPlacement(ReadPart):

@@ -21,13 +21,12 @@ def common_checkpoint(one: Path, other: Path, iteration: int | None) -> tuple[Pa
 
     None if the runs have no step in common.
     """
-    first, second = ({path.stem: path for path in pointer.history(folder)} for folder in (one, other))
-    common = sorted(first.keys() & second.keys())
+    first, second = ({pointer.iteration_of(path): path for path in pointer.history(folder)} for folder in (one, other))
+    common = sorted(step for step in first.keys() & second.keys() if step is not None)
     if not common:
         return None
-    later = [name for name in common if iteration is not None and name >= pointer.name_of(iteration)]
-    name = later[0] if later else common[-1]
-    return first[name], second[name]
+    step = next((step for step in common if iteration is not None and step >= iteration), common[-1])
+    return first[step], second[step]
 
 
 def last_checkpoints(one: Path, other: Path) -> tuple[Path, Path] | None:

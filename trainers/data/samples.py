@@ -194,38 +194,6 @@ class ZipfSamples(TextSamples):
         return counts
 
 
-class EpochPermutation:
-    """The sample index for global sample number n: every index once per epoch, each epoch in its own order.
-
-    Epoch ``e = n // size`` is permuted by (seed, e). The index is a pure function of n. One epoch is held at a time
-    (8 bytes per sample), so numbers are best read in rising order.
-    """
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
-        self._epoch = -1
-        self._order: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-
-    def __getitem__(self, n: int) -> int:
-        """The index, 0 <= index < size, of global sample number n >= 0; n has no upper bound."""
-        epoch, place = divmod(int(n), self.size)
-        if epoch != self._epoch:
-            self._order, self._epoch = self._permutation(epoch), epoch
-        return int(self._order[place])
-
-    def _permutation(self, epoch: int) -> npt.NDArray[np.uint64]:
-        # A key has random high bits and the index in its low bits. No two keys are equal, so any sort of any version
-        # gives the same order. Sorting values in place is several times as fast as argsort.
-        bits = np.uint64(self.size.bit_length())
-        keys: npt.NDArray[np.uint64] = philox(self.seed, PERMUTATION, epoch).random_raw(self.size)
-        keys >>= bits
-        keys <<= bits
-        keys |= np.arange(self.size, dtype=np.uint64)
-        keys.sort()
-        keys &= (np.uint64(1) << bits) - np.uint64(1)
-        return keys
-
-
 def count_tokens(name: str, tokens: Text, vocab_size: int) -> npt.NDArray[np.int64]:
     """The number of times that each id occurs in ``tokens`` [N]: int64 [vocab_size].
 

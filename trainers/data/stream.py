@@ -8,11 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from .permutation import HELD, EpochPermutation
 from .same_data import found_among, written_since
-from .samples import EpochPermutation, Samples
+from .samples import Samples
 
 #: name and identity of mock data
 MOCK = "mock data"
+
+#: the version of the order in which a source's samples are read; 1 held the order of any number of samples
+ORDER = 2
 
 #: the recorded weight of a source that the run does not draw from
 ZERO = "0"
@@ -189,7 +193,7 @@ class SampleStream:
     def record(self, n: int) -> dict[str, Any]:
         """What `continue_from` needs to go on after n samples, as JSON types."""
         sources = [asdict(source) for source in self.read(n)]
-        return {"start": self._start, "sources": sources, "vocabulary": self._vocabulary}
+        return {"start": self._start, "sources": sources, "vocabulary": self._vocabulary, "order": ORDER}
 
     def continue_from(self, n: int, record: Mapping[str, Any]) -> list[str]:
         """Go on after the n samples that ``record`` (`record`, `record_of_one`) tells of.
@@ -210,6 +214,11 @@ class SampleStream:
         weights = [ZERO if old is None else old.weight for old in ours]
         found = zip(self.sources, ours, strict=True)
         lines = [line for source, old in found if old is not None and (line := written_since(source, old)) is not None]
+        if record.get("order", 1) != ORDER and any(old is not None and old.samples > HELD for old in ours):
+            lines.append(
+                f"another order of the samples from sample {n:,} on, because an older version saved the checkpoint: "
+                f"data sets of more than {HELD:,} samples may give some again before all others of the epoch"
+            )
         vocabulary = record.get("vocabulary")  # older versions did not record it
         if None not in (vocabulary, self._vocabulary) and vocabulary != self._vocabulary:
             lines.append(f"another tokenizer from sample {n:,} on: its vocabulary is not that of the checkpoint's run")
@@ -243,7 +252,7 @@ class SampleStream:
 
 def record_of_one(name: str, n: int) -> dict[str, Any]:
     """The record (`SampleStream.record`) of n samples of one source, of which only the name is known."""
-    return {"start": 0, "sources": [asdict(SourceRecord(name, "", 0, "1", 0, n))], "vocabulary": None}
+    return {"start": 0, "sources": [asdict(SourceRecord(name, "", 0, "1", 0, n))], "vocabulary": None, "order": 1}
 
 
 def _read(record: Mapping[str, Any], n: int) -> tuple[int, list[SourceRecord]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def train(
     has a checkpoint, if there is ``--save``. go_on: the options that go on with a run that stopped, for people; None
     for ``--load`` with the folder of ``--save``. remarks: what rank 0 says at the start.
 
-    Returns the exit status: 0, or `TEMPORARY` if the run stopped before its last step or before its report.
+    Returns the exit status: 0, or `TEMPORARY` if the run stopped before its last step or before that step's report.
 
     If the checkpoint is at ``--train-iters`` already, the report is written if it is missing; otherwise the run says
     that there is nothing to train and leaves its files as they are. Raises UsageError, on all ranks, where an option or
@@ -85,6 +86,9 @@ def train(
             world,
             lambda: Metrics(folder, trainer.iteration, config.train_iters, tensorboard=board, active=world.rank == 0),
         )
+        if config.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+            remarks = [*remarks, "--tensorboard-dir: nothing is written there, because TensorBoard is not installed: "
+                                 "pip install tensorboard"]  # fmt: skip
         for line in remarks:
             metrics.say(line)
         if config.load is not None:
@@ -333,6 +337,10 @@ class _Run:
             return TEMPORARY
         on_rank_zero(trainer.grid.world, self._require_folder)
         report(self.task, self.metrics, self.folder, self.course, self.evaluated, communication, self.experts.tokens)
+        if trainer.iteration < self.config.train_iters:
+            reason = f"--exit-interval {self.config.exit_interval}"
+            self.metrics.say(_stopped(trainer, reason, self.folder, self.go_on))
+            return TEMPORARY
         return 0
 
 

@@ -16,6 +16,7 @@ from commengine.errors import one_line
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers import options
 from trainers.config import JobConfig, TrainConfig
+from trainers.tokenizing import probe
 
 from .loop import train
 from .stopping import StopRequests
@@ -62,7 +63,9 @@ def job_config(world: Communicator, kind: type[Job], command: str, tell: Callabl
     tell: as for `read_config`. Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on
     every rank.
     """
-    return kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size, tell).to_json()))
+    config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size, tell).to_json()))
+    probe.share(world)
+    return config
 
 
 def read_config(

@@ -1,14 +1,22 @@
 """A tokenizer.json of others is tried in a process of its own before this process reads it.
 
-Some files make the library ``tokenizers`` panic, abort or never end, and the process with it.
+Some files make the library ``tokenizers`` panic, abort or never end, and the process with it. A file is tried once: a
+process remembers the contents that it has tried, and `share` tells all ranks those of rank 0.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import xxhash
+
+from commengine import Communicator
+from commengine.rank_zero import broadcast_json
 
 #: seconds of a core, and bytes besides 64 times those of the file, in which a file is read and a short text encoded
 SECONDS, BYTES = 30, 4 << 30
@@ -43,17 +51,33 @@ _FAULTS = {
 }  # fmt: skip
 #: how often the process is started again after such a signal
 _TRIES = 5
+#: the digests of files that were tried and can be used
+_usable: set[str] = set()
+
+
+def share(world: Communicator, path: str | os.PathLike[str] | None = None) -> None:
+    """Let the files that rank 0 has tried count on all ranks, which then start no process. Collective over ``world``.
+
+    path: a file that rank 0 tries first; who reads it raises the errors.
+    """
+    if world.rank == 0 and path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            require_usable(Path(path))
+    _usable.update(broadcast_json(world, sorted(_usable)))
 
 
 def require_usable(path: Path) -> None:
     """Raise ValueError that names the file, unless the library can read it and encode a text, or says why it cannot.
 
-    It takes 0.1 s for an ordinary file. Not collective.
+    It takes 0.1 s for an ordinary file, and nothing for one that was tried. Not collective.
 
     The process has a group of its own: a signal to the group of this one, as a batch system and Ctrl-C send it, says
     nothing about the file. One that reaches the process all the same most often ends this one, too; if not, the file is
     tried again.
     """
+    digest = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    if digest in _usable:
+        return
     limits = [str(SECONDS), str(BYTES + 64 * path.stat().st_size)]
     argv = [sys.executable, "-I", "-c", _PROGRAM, str(path), *limits]
     for _ in range(_TRIES):
@@ -67,6 +91,7 @@ def require_usable(path: Path) -> None:
         else:
             status, said = done.returncode, done.stderr.strip()
         if status == 0:
+            _usable.add(digest)
             return
         if status > 0 or -status in _FAULTS:
             break

@@ -54,6 +54,15 @@ def test_every_state_that_a_row_names_is_described_and_drawn_by_itself():
     assert labels == ["engine, float32, sum, in place, state 2", "engine, float32, sum, in place, state 1"]
 
 
+def test_every_skew_is_drawn_by_itself():
+    """Two of them at one size would make one line that goes back and forth."""
+    rows = [row(None, size) | {"skew": skew} for size in (64, 128) for skew in ("uniform", "zipf", "hot")]
+    lines = draw(rows).axes[0].lines
+    assert [list(line.get_xdata()) for line in lines] == [[64, 128]] * 3
+    assert [line.get_label().split(", ")[-1] for line in lines] == ["uniform skew", "zipf skew", "hot skew"]
+    assert len({line.get_linestyle() for line in lines}) == 3
+
+
 def test_a_table_that_later_states_change_is_shown_again():
     seen = states(*[1.0] * 40, *[3.0] * 200)
     numbers = turns(seen, 30)

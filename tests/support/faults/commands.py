@@ -237,7 +237,7 @@ def _read(command: Command, words: list[str]) -> tuple[str, str | None]:
             raise
         return REFUSED, str(error)
     except SystemExit as stop:
-        if stop.code not in (None, 0):
+        if stop.code not in (None, 0, os.EX_TEMPFAIL):
             if stop.code != 2:
                 raise AssertionError(f"status {stop.code}") from stop
             return REFUSED, None

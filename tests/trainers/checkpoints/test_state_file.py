@@ -10,8 +10,9 @@ GOOD = {
     "format": 4, "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
     "masters": True,
     "data": {"start": 0, "sources": [
-        {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80}],
-        "vocabulary": "c"},
+        {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80,
+         "checksums": "d", "written": 7}],
+        "vocabulary": "c", "order": 2},
     "settings": {"num_layers": 2, "global_batch_size": 8, "lr": 1e-3, "load": None, "data_path": ["a", "b"]},
     "parameters": {"w": {"shape": [6, 4], "view": [3, 2, 4], "dim": 1, "count": 2}},
 }  # fmt: skip
@@ -30,10 +31,15 @@ def test_what_is_written_is_read(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps(GOOD))
     read = state_file.read(tmp_path / "state.json")
     assert json.loads(json.dumps(read.model_dump())) == GOOD
-    older = {name: value for name, value in GOOD["data"].items() if name != "vocabulary"}
+    older = {name: value for name, value in GOOD["data"].items() if name not in ("vocabulary", "order")}
+    (source,) = GOOD["data"]["sources"]
+    less = {name: value for name, value in source.items() if name not in ("checksums", "written")}
+    older |= {"sources": [less]}
     (tmp_path / "state.json").write_text(json.dumps(GOOD | {"data": older}))
     data = state_file.read(tmp_path / "state.json").data
-    assert data is not None and data.model_dump() == older | {"vocabulary": None}
+    assert data is not None and data.model_dump() == older | {
+        "sources": [less | {"checksums": "", "written": 0}], "vocabulary": None, "order": 1
+    }  # fmt: skip
 
 
 HUGE = 10**400

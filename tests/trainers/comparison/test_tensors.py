@@ -47,6 +47,11 @@ def test_the_checkpoints_of_one_step(tmp_path):
         assert [path.name for path in found] == [f"iter_{iteration:07d}"] * 2
         assert [path.parent for path in found] == [one, other]
     assert common_checkpoint(one, tmp_path / "apart", None) is None
+    for folder in (one, other):  # the numbers count, and not their digits
+        for iteration in (9_999_999, 10_000_000):
+            checkpoint(folder, iteration, {})
+    for asked, iteration in ((None, 10_000_000), (9_999_999, 9_999_999), (10_000_000, 10_000_000), (7, 9_999_999)):
+        assert [path.name for path in common_checkpoint(one, other, asked)] == [f"iter_{iteration:07d}"] * 2
 
 
 def test_a_damaged_file(tmp_path):

@@ -10,7 +10,6 @@ from trainers.data import samples
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import (
-    EpochPermutation,
     TokenSamples,
     ZipfSamples,
     mixed_counts,
@@ -21,7 +20,6 @@ from trainers.data.samples import (
 # What these gave once. A change here changes the data of every run that is resumed.
 ZIPF_1234 = [208, 57, 25681, 0, 1, 72, 14, 8]
 ZIPF_DIGEST = "d8b1123a74efd854"
-PERMUTATION_7 = [7, 3, 2, 0, 8, 4, 9, 5, 1, 6]
 
 
 @pytest.fixture
@@ -142,27 +140,6 @@ def test_zipf_frequencies() -> None:
     assert expected[0] / expected[9] == pytest.approx(10)
     # Counts are binomial: six standard deviations.
     assert np.all(np.abs(found - expected) <= 6 * np.sqrt(expected + 1))
-
-
-def test_every_index_once_per_epoch() -> None:
-    order = EpochPermutation(97, seed=1)
-    epochs = [[order[e * 97 + i] for i in range(97)] for e in range(4)]
-    assert all(sorted(epoch) == list(range(97)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-
-
-def test_permutation_is_a_function_of_the_number() -> None:
-    forward, backward = EpochPermutation(10, seed=7), EpochPermutation(10, seed=7)
-    assert [forward[n] for n in range(55)] == [backward[n] for n in reversed(range(55))][::-1]
-    assert [forward[n] for n in range(10)] == PERMUTATION_7
-    assert [forward[n] for n in range(10)] != [EpochPermutation(10, seed=8)[n] for n in range(10)]
-
-
-def test_permutation_has_no_order_left() -> None:
-    order = EpochPermutation(100_000, seed=0)
-    index = np.array([order[n] for n in range(100_000)])
-    # Standard deviation of this correlation: 1 / sqrt(100,000) = 0.003.
-    assert abs(np.corrcoef(index, np.arange(100_000))[0, 1]) < 0.02
 
 
 def test_unigram_cross_entropy_by_hand() -> None:

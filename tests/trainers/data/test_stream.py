@@ -13,7 +13,7 @@ import pytest
 from tests.support.corpora import Named
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
-from trainers.data.samples import EpochPermutation
+from trainers.data.permutation import HELD, EpochPermutation
 from trainers.data.sentence_samples import SampleRules, SentenceSamples
 from trainers.data.stream import MOCK, SampleStream, Source, record_of_one
 from trainers.data.wordpiece import WordPieces
@@ -186,7 +186,12 @@ def test_another_vocabulary_is_said() -> None:
     after = of("b")
     (line,) = after.continue_from(10, through_json(of("a").record(10)))
     assert line == "another tokenizer from sample 10 on: its vocabulary is not that of the checkpoint's run"
-    assert after.record(10)["vocabulary"] == "b"
+    assert after.record(10)["vocabulary"] == "b" and after.record(10)["order"] == 2
+    many = [source("A", "1", HELD + 1)]
+    for record, lines in ((stream(*many).record(10), 0), (stream(*many).record(10) | {"order": 1}, 1)):
+        said = stream(*many).continue_from(10, record)
+        assert len(said) == lines and all("another order of the samples from sample 10 on" in one for one in said)
+    assert stream(A).continue_from(10, stream(A).record(10) | {"order": 1}) == []
     old = of("a").record(10)
     del old["vocabulary"]  # of a version that did not record it
     assert of("b").continue_from(10, old) == []

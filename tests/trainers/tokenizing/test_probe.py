@@ -57,6 +57,25 @@ def test_a_usable_file_passes(tmp_path):
     probe.require_usable(path)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_file_is_tried_once_and_by_rank_0_alone(mpi_world, tmp_path, monkeypatch):
+    """Whatever its name is: a copy of it is not tried again, and a changed one is."""
+    from commengine import Communicator
+
+    started, run = [], subprocess.run
+    monkeypatch.setattr(probe, "_usable", set())
+    monkeypatch.setattr(probe.subprocess, "run", lambda *args, **named: (started.append(args), run(*args, **named))[1])
+    written(tmp_path / "tokenizer.json", models.BPE({"a": 0}, []))
+    with Communicator(mpi_world, device="cpu") as world:
+        probe.share(world, tmp_path / "tokenizer.json")
+        written(tmp_path / "another.json", models.BPE({"a": 0}, []))
+        for name in ("tokenizer.json", "another.json", "tokenizer.json"):
+            assert Tokenizer.from_file(tmp_path / name).vocab_size == 1
+        assert len(started) == (world.rank == 0)
+        Tokenizer.from_file(written(tmp_path / "tokenizer.json", models.BPE({"a": 0, "b": 1}, [])))
+        assert len(started) == 1 + (world.rank == 0)
+
+
 #: sends a signal while the process that tries a file runs: to the group, or to that process alone, the first time
 SIGNALLED = """
 import os, pathlib, signal, sys, threading

@@ -12,7 +12,8 @@ from torch import nn
 from commengine import Communicator, ProcessGrid, trace
 from tests.support.exact import ALWAYS, NEVER
 from tplayers import GPT, GPTConfig, Placement, Randomness, add_parameter, initialize, placements
-from trainers.data.samples import EpochPermutation, Samples
+from trainers.data.permutation import EpochPermutation
+from trainers.data.samples import Samples
 from trainers.data.stream import Source
 from trainers.tasks.gpt import IGNORED, TokenBatches
 from trainers.training.clipping import clip, gradient_norm

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.training.runs import Runs
-from trainers.data.samples import EpochPermutation, ZipfSamples
+from trainers.data.permutation import EpochPermutation
+from trainers.data.samples import ZipfSamples
 
 #: the runs take 30 to 60 s, and 100 under Open MPI, where 4 ranks on 2 cores wait for each other longer
 LIMIT_S = 280
