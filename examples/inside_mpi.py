@@ -11,11 +11,13 @@ from mpi4py import MPI
 import commengine
 import tplayers
 
+with commengine.launch.abort_on_error():  # without it, a rank that fails leaves the others waiting for ever
+    commengine.launch.check_world_size(MPI.COMM_WORLD.size)  # with a wrong launcher each task is a world of its own
 if MPI.COMM_WORLD.size % 2:
     raise SystemExit(1 if MPI.COMM_WORLD.rank else "the number of ranks must be even: mpirun -n 4 python ...")
 half = MPI.COMM_WORLD.size // 2
 simulates = MPI.COMM_WORLD.rank < half
-with commengine.launch.abort_on_error():  # without it, a rank that fails leaves the others waiting for ever
+with commengine.launch.abort_on_error():
     mine = MPI.COMM_WORLD.Split(color=simulates)
     state = torch.linspace(0, 1, 16 * 512).reshape(16, 1, 512)  # [sequence, batch, hidden]
     if simulates:
