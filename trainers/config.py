@@ -360,6 +360,10 @@ class TrainConfig(JobConfig):
         Settings that are marked as fixed have been compared before.
         """
 
+    def remarks(self) -> list[str]:
+        """Lines for the user about the files that the run is to read; a task may have some. Rank 0 alone calls it."""
+        return []
+
     def verify_files(self, part: int, parts: int) -> int:
         """Read this rank's share of the files that a run is asked to verify, on every rank; a task may have such files.
 

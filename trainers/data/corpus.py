@@ -17,7 +17,7 @@ from trainers.options import Length, Vocabulary, given, option, require
 
 from .blend import WeightedPrefix, read_blend, require_files, verify
 from .indexed import IndexedDataset, tokenizer_path
-from .same_data import KnownData, same_bytes, same_data
+from .same_data import KnownData, same_bytes, same_data, written_after_checksums
 from .samples import NoSamplesError, Samples, TokenSamples, ZipfSamples, split_documents, split_weights
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
@@ -74,6 +74,11 @@ class TextConfig(TrainConfig):
     def verify_files(self, part: int, parts: int) -> int:
         """With ``--verify-data``, read this rank's share of the data sets (`verify`). Returns its bytes."""
         return verify(self.blend(), part, parts) if self.verify_data else 0
+
+    def remarks(self) -> list[str]:
+        """What to tell of the data sets before they are read: files that are newer than their checksums."""
+        every = [] if self.verify_data else [written_after_checksums(prefix) for _, prefix in self.blend()]
+        return [line for line in every if line is not None]
 
     def completed(self, ranks: int) -> Self:
         """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol, TypeVar
 
-from .indexed import IndexedDataset, bin_path, idx_path
+from .indexed import IndexedDataset, bin_path, checksums_path, idx_path
+
+#: seconds by which a file may be newer than its checksums: one writer closes all of them at once
+TOGETHER = 2.0
 
 
 class Known(Protocol):
@@ -66,6 +69,18 @@ def written_since(one: Known, old: Known) -> str | None:
         f"{one.name} was written at {now} UTC, and the run read what was written at {then}; sizes, ends and checksums "
         "are the same. --verify-data compares every byte with the checksums"
     )
+
+
+def written_after_checksums(prefix: str) -> str | None:
+    """What to tell the user of a data set with a file that was written after its checksums; None of any other.
+
+    It is no proof either: a copy writes the files in any order.
+    """
+    made = checksums_path(prefix)
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if made.is_file() and path.is_file() and path.stat().st_mtime > made.stat().st_mtime + TOGETHER:
+            return f"{path} was written after {made.name}. --verify-data compares every byte with the checksums"
+    return None
 
 
 def same_bytes(prefix: str, other: str) -> bool:

@@ -40,6 +40,7 @@ def run_command(
     with StopRequests(world) as stopping:
         said = list[str]()
         config = job_config(world, kind, command, said.append)
+        said += on_rank_zero(world, config.remarks)
         if config.order is not None:
             fix_products()
         verify_files(world, config.verify_files)  # before there is a timeout: reading all data may take long

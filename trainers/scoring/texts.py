@@ -17,7 +17,7 @@ from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.data import text_files
 from trainers.data.indexed import IndexedDataset
-from trainers.data.same_data import KnownData, found_among, written_since
+from trainers.data.same_data import KnownData, found_among, written_after_checksums, written_since
 from trainers.data.samples import split_documents
 from trainers.data.stream import SourceRecord
 from trainers.data.text_files import TextPiece
@@ -151,6 +151,8 @@ def read_held_out(
             continue
         dataset = IndexedDataset(prefix)
         _require_trained_on(KnownData.of(dataset), sources)
+        if (line := written_after_checksums(prefix)) is not None:
+            _say(line)
         documents = split_documents(len(dataset), settings.split)[1]
         parts = [dataset.document(number) for number in documents]
         if parts:
@@ -185,7 +187,11 @@ def _require_trained_on(now: KnownData, sources: Sequence[SourceRecord]) -> None
             "replaced since? --task perplexity scores any text"
         )
     if same is not None and (line := written_since(now, same)) is not None:
-        print(f"--task held-out: {line}", file=sys.stderr, flush=True)
+        _say(line)
+
+
+def _say(line: str) -> None:
+    print(f"--task held-out: {line}", file=sys.stderr, flush=True)
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> Tokens:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -73,6 +74,16 @@ def test_a_list_of_other_sizes_is_refused_at_the_start(tmp_path):
         shutil.copy(f"{b}.{end}", f"{a}.{end}")
     with pytest.raises(ValueError, match=r"a\.bin: 80 bytes, where a\.xxh3 says 400000"):
         stream_of(a)
+
+
+def test_a_file_that_is_newer_than_its_checksums_is_said_at_every_start(tmp_path):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", 8)
+    config = GPTTrainConfig(seq_length=8, vocab_size=50, hidden_size=24, data_path=["1", a, "1", b])
+    assert config.remarks() == [] and GPTTrainConfig(mock_data=True).remarks() == []
+    rewrite_middle(b)
+    (line,) = config.remarks()
+    assert line == f"{b}.bin was written after b.xxh3. --verify-data compares every byte with the checksums"
+    assert replace(config, verify_data=True).remarks() == []
 
 
 def test_only_reading_notices_a_change_that_keeps_the_time(tmp_path):
