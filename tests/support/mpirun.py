@@ -41,6 +41,8 @@ _OTHER_MPIS = {
 }
 # Open MPI's launcher prints its own words between two lines of dashes if a job ends with an error.
 _BANNER = re.compile(r"^-{70,}\n(?:.*\n)*?-{70,}\n", re.MULTILINE)
+#: the environment variable that tells how much longer than usual all takes now; tests/run sets it
+SCALE = "TESTS_SCALE"
 _GRACE_S = 5.0  # between asking a job to end and killing it
 
 #: the running test, if it may not start a command; tests/conftest.py sets it
@@ -99,6 +101,7 @@ def command(
     fresh: as for `start`.
     """
     process = start(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, fresh=fresh)
+    timeout = longer(timeout)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -109,6 +112,11 @@ def command(
         stop(process)
         raise
     return subprocess.CompletedProcess(argv, process.returncode, out, _BANNER.sub("", err))
+
+
+def longer(seconds: float) -> float:
+    """The seconds that a test may wait now for what takes ``seconds`` at most on a quiet machine."""
+    return seconds * float(os.environ.get(SCALE, "1"))
 
 
 def require_slow() -> None:

@@ -1,0 +1,155 @@
+"""What tests may take and packages may hold: tests/budget.json, for tests/run and make lint.
+
+    python -m tests.support.budget                    # make lint: the lines of code of each package
+    python -m tests.support.budget --write TALLY...   # a new file, from the tallies of a whole tests/run --tally FOLDER
+
+The seconds are those of one machine in one state. `calibrate` measures the machine of now by programs that start,
+import and compute as tests do, and all seconds are scaled by it.
+"""
+
+import argparse
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "tests" / "budget.json"
+
+#: a file of tests may take so many times its seconds, and so many more, before it is run again
+FACTOR, MORE = 1.5, 2.0
+#: the seconds of a file that has no budget yet, the share by which a whole run may exceed its own, and files above it
+#: that are run again: with more the run is over its budget anyway
+NEW, WHOLE, MOST = 3.0, 1.15, 8
+#: starts a process, imports what tests import, and computes a little: in Python, in torch, and in files
+_PROGRAM = """
+import json, os, tempfile
+import numpy, torch
+torch.set_num_threads(1)
+x = torch.randn(400, 400)
+for _ in range(60):
+    x = torch.tanh(x @ x)
+total = 0
+for number in range(1_500_000):
+    total += number % 7
+with tempfile.TemporaryDirectory() as folder:
+    for number in range(300):
+        path = os.path.join(folder, str(number))
+        with open(path, "w") as file:
+            json.dump(list(range(100)), file)
+"""
+
+
+def calibrate(rounds: int = 2) -> float:
+    """The seconds that a round of programs takes, one for each of two cores; the shortest of ``rounds``."""
+    found = []
+    for _ in range(rounds):
+        began = time.monotonic()
+        running = [subprocess.Popen([sys.executable, "-c", _PROGRAM]) for _ in range(2)]
+        for process in running:
+            if process.wait():
+                raise RuntimeError("the calibration's program failed")
+        found.append(time.monotonic() - began)
+    return min(found)
+
+
+def read(path: Path = FILE) -> dict[str, Any]:
+    """The file: "calibration" in seconds, "whole" by selection, "seconds" by file and number of ranks, and "lines"."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def allowed(budget: Mapping[str, Any], file: str, ranks: str, scale: float) -> float:
+    """The seconds that the tests of ``file`` may take on ``ranks``, before the file is run again."""
+    seconds = budget["seconds"].get(file, {}).get(ranks, NEW if file not in budget["seconds"] else 0.0)
+    return scale * (FACTOR * seconds + MORE)
+
+
+def excess(budget: Mapping[str, Any], taken: Mapping[tuple[str, str], float], scale: float) -> list[tuple[str, str]]:
+    """The (file, ranks) above their budget, the worst first. taken: the seconds of each."""
+    over = {key: seconds - allowed(budget, *key, scale) for key, seconds in taken.items()}
+    return sorted((key for key, seconds in over.items() if seconds > 0), key=lambda key: -over[key])
+
+
+def code_lines(text: str) -> int:
+    """The lines of a Python program that hold code: no blank line, no comment and no docstring."""
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (
+            tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+        ):  # fmt: skip
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            lines.difference_update(range(first.lineno, first.end_lineno + 1))
+    return len(lines)
+
+
+def lines_of(package: str, root: Path = ROOT) -> int:
+    """The lines of code of all Python files of a package."""
+    return sum(code_lines(path.read_text(encoding="utf-8")) for path in sorted((root / package).rglob("*.py")))
+
+
+def too_long(budget: Mapping[str, Any], root: Path = ROOT) -> Iterator[str]:
+    """A sentence for each package with more lines of code than its budget."""
+    for package, most in budget["lines"].items():
+        if (found := lines_of(package, root)) > most:
+            yield (
+                f"{package}: {found:,} lines of code, {found - most:,} more than its budget in {FILE.name}; take some "
+                "away, or raise the budget and say why in the note"
+            )
+
+
+def seconds_of(tallies: Iterable[Path]) -> dict[tuple[str, str], float]:
+    """The seconds of each (file, ranks) in the tallies of a run (tests/support/tally.py), named ``tally-RANKS``."""
+    taken: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for path in tallies:
+        for line in path.read_text().split("\n")[:-1]:
+            word, seconds, name = line.split(" ", 2)
+            if word not in ("begun", "end"):
+                taken[name.partition("::")[0], path.name.removeprefix("tally-")] += float(seconds)
+    return dict(taken)
+
+
+def written(taken: Mapping[tuple[str, str], float], whole: Mapping[str, float], calibration: float) -> str:
+    """The text of a new file."""
+    files: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for (file, ranks), seconds in sorted(taken.items()):
+        if seconds >= 0.05:
+            files[file][ranks] = round(seconds, 1) or 0.1
+    packages = ("commengine", "tplayers", "trainers", "bench", "tests")
+    lines = {package: lines_of(package) for package in packages}
+    found = {"calibration": round(calibration, 2), "whole": dict(whole), "lines": lines}
+    head = json.dumps(found, indent=1)[:-2]
+    rows = ",\n".join(f"  {json.dumps(file)}: {json.dumps(one)}" for file, one in files.items())
+    return f'{head},\n "seconds": {{\n{rows}\n }}\n}}\n'
+
+
+def main() -> int:
+    """The command: status 1 if a package has too many lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", nargs="+", type=Path, metavar="TALLY")
+    parser.add_argument("--whole", nargs=2, type=float, metavar=("USUAL", "QUICK"), help="seconds of whole runs")
+    given = parser.parse_args()
+    if given.write:
+        usual, quick = given.whole or (0.0, 0.0)
+        FILE.write_text(written(seconds_of(given.write), {"usual": usual, "quick": quick}, calibrate(5)))
+        return 0
+    problems = list(too_long(read()))
+    print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(main())
