@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .communicator import Communicator
 from .errors import CollectiveError, CollectiveTimeout
-from .mpi import OwnsCommunicators, load_mpi
+from .mpi import OwnsCommunicators, load_mpi, reduced
 from .operations.checks import is_c_int
 
 #: the axes of a grid. The rank's number grows fastest along the first one
@@ -157,7 +157,7 @@ class ProcessGrid(OwnsCommunicators):
         mpi = load_mpi()
         with self.world._making("ProcessGrid") as world:
             node = self.tensor.mpi.Split_type(mpi.COMM_TYPE_SHARED)
-            crossing = world.allreduce(int(node.size < self.tensor.size), mpi.SUM)
+            crossing = reduced(world, int(node.size < self.tensor.size), mpi.SUM)
             node.Free()
         if crossing and self.world.rank == 0:
             warnings.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,18 @@ def load_mpi() -> Any:
     from mpi4py import MPI
 
     return MPI
+
+
+def reduced(comm: MPI.Comm, value: float, op: MPI.Op) -> Any:
+    """Return one number of every rank, reduced, on all ranks. A whole one stays so. Collective over ``comm``.
+
+    mpi4py's allreduce of objects duplicates the communicator at its first call, and keeps Python's lock meanwhile:
+    where a rank does not come, no watcher could say so.
+    """
+    whole = isinstance(value, int)
+    number = array("q" if whole else "d", [value])
+    comm.Allreduce(load_mpi().IN_PLACE, [number, load_mpi().INT64_T if whole else load_mpi().DOUBLE], op)
+    return number[0]
 
 
 def ranks_in(comm: MPI.Comm, other: MPI.Comm) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from .communicator import Communicator
 from .errors import UsageError, one_line
-from .mpi import load_mpi
+from .mpi import load_mpi, reduced
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def on_every_rank(world: Communicator, work: Callable[[], T]) -> T:
     except (UsageError, ValueError, OSError) as error:
         problem = one_line(error) or repr(error)
     with world._making("on_every_rank") as comm:
-        first = comm.allreduce(world.rank if problem else world.size, load_mpi().MIN)
+        first = reduced(comm, world.rank if problem else world.size, load_mpi().MIN)
         told = comm.bcast(problem, first) if first < world.size else ""
     if told:
         raise UsageError(told)

@@ -8,6 +8,7 @@ collectives cannot match those of another stream.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -338,16 +339,26 @@ class Stream:
                 raise CollectiveError(self._stopped)
             call()
         except BaseException as error:  # handed to whoever waits
+            event._error = error
+            self._failed.append(event)
             if self._failure is None:
                 self._failure = error
                 if not getattr(error, "on_all_ranks", False):
-                    self._routes.stop(str(error))  # a rank that is in this call, or will be, must not wait for this one
-            event._error = error
-            self._failed.append(event)
+                    self._tell(str(error))
         finally:
             self._current = None
             event._about = ""  # it holds the tensors
             event._point.open()
+
+    def _tell(self, reason: str) -> None:
+        """Tell the ranks that share memory: one that is in this call, or will be, must not wait for this rank.
+
+        Another error, such as of memory, must neither keep it from them nor end the worker, which others wait for.
+        """
+        for _ in range(3):
+            with contextlib.suppress(BaseException):
+                self._routes.stop(reason)
+                return
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.values import size_of
 from commengine import Communicator, Decomposition, UsageError, launch
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 from commengine.rank_zero import on_rank_zero
 from tplayers import Bridge, BridgeField
 from trainers.options import COUNT, OneLineParser
@@ -68,7 +68,7 @@ def measured(bridge: Bridge, asks: bool, rounds: int) -> dict[str, float]:
             bridge._other.Barrier()
             began = time.perf_counter()
             call()
-            slowest = bridge.comm.mpi.allreduce(time.perf_counter() - began, load_mpi().MAX)
+            slowest = reduced(bridge.comm.mpi, time.perf_counter() - began, load_mpi().MAX)
             if number >= 2:
                 spent.setdefault(name, []).append(slowest)
     return {name: statistics.median(several) for name, several in spent.items()}

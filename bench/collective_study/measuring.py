@@ -34,7 +34,7 @@ from bench.transports.operations import IN_PLACE, CollectiveCall
 from bench.transports.peer_process import PEERS, PeerTransport
 from bench.transports.variants import TRANSPORTS, share_memory
 from commengine import CollectiveError, Communicator, UsageError
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 PRODUCT = 32  # rows and columns of the matrices of --overlap's compute; a product takes one or two microseconds
 
@@ -189,7 +189,7 @@ def _wrong(place: GroupSetup, bound: Bound) -> int:
     bound.reset()
     place.world.mpi.Barrier()
     bound.run(1)
-    return int(place.world.mpi.allreduce(bound.wrong(), load_mpi().SUM))
+    return int(reduced(place.world.mpi, bound.wrong(), load_mpi().SUM))
 
 
 def overlap(place: GroupSetup, bound: LocalCall, alone: float, seed: int, offset: float) -> dict[str, float]:

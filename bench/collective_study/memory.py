@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.timing.starting import neighbours
 from commengine import Communicator
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 
 def free_memory(world: Communicator) -> dict[str, int]:
@@ -28,5 +28,5 @@ def free_memory(world: Communicator) -> dict[str, int]:
     except (OSError, ValueError):  # there is no cgroup, or no limit ("max")
         pass
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else available
-    each = [world.mpi.allreduce(size // len(node), load_mpi().MIN) for size in (available, min(available, shared))]
+    each = [reduced(world.mpi, size // len(node), load_mpi().MIN) for size in (available, min(available, shared))]
     return dict(zip(("available", "shared"), each, strict=True))

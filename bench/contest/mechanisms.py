@@ -24,7 +24,7 @@ from bench.contest.parts.pairs import PAIRS, StepPair, bucket_overlap, refused
 from bench.timing.starting import neighbours
 from bench.timing.turns import slowest, take_turns
 from commengine import Communicator
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 from trainers.options import ABOVE_ZERO
 
 #: the losses of two steps that sum in different orders may differ by this share
@@ -81,7 +81,7 @@ def compared(world: Communicator, pair: StepPair, rounds: int) -> Case:
     case = Case({}, take_turns(turns, rounds, warmup=WARMUP), numbers={"losses": losses})
     finite = all(math.isfinite(loss) for both in losses.values() for loss in both)
     same = finite and all(math.isclose(*both, rel_tol=SAME_LOSS) for both in zip(*losses.values(), strict=True))
-    if not world.mpi.allreduce(same, load_mpi().LAND):
+    if not reduced(world.mpi, same, load_mpi().MIN):
         case.errors.append("the losses with and without a mechanism differ")
     if pair.hidden:
         shares = pair.hidden[WARMUP:]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,7 +65,7 @@ class States:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED)
         mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         cores = len(set().union(*node.allgather(list(mine))))  # a launcher may have bound each rank to its own
-        self.known = bool(comm.allreduce(node.size == comm.size <= cores and comm.size > 1, mpi.LAND))
+        self.known = bool(reduced(comm, node.size == comm.size <= cores and comm.size > 1, mpi.MIN))
         node.Free()
         self._probe = probe or self._message
         self._last: tuple[float, float] | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from commengine import Communicator
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,5 @@ def slowest(world: Communicator, work: Callable[[], object]) -> float:
     world.mpi.Barrier()
     start = time.perf_counter()
     work()
-    took: float = world.mpi.allreduce(time.perf_counter() - start, load_mpi().MAX)
+    took: float = reduced(world.mpi, time.perf_counter() - start, load_mpi().MAX)
     return took

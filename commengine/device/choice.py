@@ -13,7 +13,7 @@ import torch
 
 from commengine.agreement import raise_together
 from commengine.errors import CollectiveError
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 from .nccl import CUDA_OF_TORCH, NCCL_LEAST, WITHOUT_CUPY, Runtime, load_runtime, to_install
 
@@ -61,7 +61,7 @@ def stays_on_host(comm: MPI.Intracomm, device: DeviceLike, cuda: Any = torch.cud
     """
     if device is not None:
         return parse_device(device).type == "cpu"
-    return not comm.allreduce(cuda.is_available(), load_mpi().LOR)
+    return not reduced(comm, cuda.is_available(), load_mpi().MAX)
 
 
 def choose_device(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from commengine.errors import TransferError
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 from .copying import copy_bytes
 from .segment import PAGE
@@ -68,7 +68,7 @@ class PeerMemory:
             found._number_at(rank, address) == number
             for rank, (address, number) in enumerate(zip(everybody[1::3], everybody[2::3], strict=True))
         )
-        return found if node.allreduce(readable, mpi.LAND) else None
+        return found if reduced(node, readable, mpi.MIN) else None
 
     def _number_at(self, rank: int, address: int) -> int | None:
         number = ctypes.c_int64()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from commengine.mpi import load_mpi
+from commengine.mpi import load_mpi, reduced
 
 from .files import Way
 
@@ -105,4 +105,4 @@ class NodeMemory:
         return file if everybody else None
 
     def _all(self, mine: bool) -> bool:
-        return bool(self._group.allreduce(mine, load_mpi().LAND))
+        return bool(reduced(self._group, mine, load_mpi().MIN))

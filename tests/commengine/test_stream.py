@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from commengine import CollectiveError, Communicator, Event, trace
+from commengine.operations import all_reduce
 from tests.support import mpirun
 from tests.support.device.routed import replace
+from tests.support.exact import ALWAYS
 
 mpi = pytest.mark.mpi(min_size=1)
 
@@ -431,3 +433,27 @@ def test_inline_streams_give_the_same_results():
         assert lines.count("stopped") == 4 and lines.count("closed") == 2, lines
         assert lines.count("hidden True") == (level == "serialized"), lines
     assert said["serialized"] == said["multiple"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_while_a_failure_is_told_loses_neither_the_failure_nor_the_worker(mpi_world, monkeypatch):
+    with Communicator(mpi_world, device="cpu", switch_points=ALWAYS) as comm:
+        stream, x = comm.new_stream(), torch.ones(5000)
+        comm.all_reduce(x, stream=stream).wait()
+        comm.barrier()
+        if comm.rank == 0:
+            stop, calls = stream.transport.stop, []
+
+            def fails_once(reason):
+                calls.append(reason)
+                if len(calls) == 1:
+                    raise MemoryError
+                stop(reason)
+
+            monkeypatch.setattr(stream.transport, "stop", fails_once)
+            monkeypatch.setattr(all_reduce, "reduce_two" if comm.size == 2 else "_reduce_rows", lambda *_: 1 / 0)
+        works = [comm.all_reduce(x, stream=stream) for _ in range(3)]
+        for number, work in enumerate(works):
+            if number or comm.rank == 0:
+                with pytest.raises(CollectiveError if number or comm.rank else ZeroDivisionError):
+                    work.wait()

@@ -1,6 +1,7 @@
 """What a call leaves behind that an exception ends in the middle; forked children; blocks of other threads."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -339,3 +340,11 @@ launch.run(main)
 def test_what_a_rank_sent_before_it_ended_arrives():
     done = mpirun.run(2, "-c", ENDED, fresh=True)
     assert (done.returncode, done.stdout) == (0, "7.0 8.0\n"), done
+
+
+@pytest.mark.parametrize("package", ["commengine", "tplayers", "trainers", "bench"])
+def test_no_number_is_reduced_as_an_object(package):
+    """mpi4py would duplicate the communicator, and keep Python's lock while it waits for the other ranks."""
+    lower = re.compile(r"\.(allreduce|scan|exscan)\(")
+    files = [path for path in (mpirun.ROOT / package).rglob("*.py") if path.parent.name != "peers"]
+    assert [str(path) for path in files if lower.search(path.read_text())] == []

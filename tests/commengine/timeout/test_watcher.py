@@ -81,6 +81,21 @@ timed.all_reduce(tensor{where}).wait()
     assert all(re.search(r"#3 all_reduce\(float32 \[1048576\], op=sum\)", text) for text in found.values())
 
 
+def test_a_rank_that_stops_while_memory_is_made_is_named(job):
+    """The others are in a call of mpi4py, in which Python's lock must not be kept."""
+    done, seconds = job(
+        WATCHED
+        + """
+from commengine.shared_memory.segment import NodeMemory
+if world.rank == 1:
+    NodeMemory._all = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+timed.all_reduce(torch.ones(1 << 20))
+""",
+    )
+    assert_reported(done, {0}, ["rank 1, all_reduce #1"])
+    assert seconds < 30
+
+
 def test_a_rank_that_computes_is_named_and_says_where_it_is(job):
     done, _ = job(
         WATCHED
