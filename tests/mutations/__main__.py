@@ -63,6 +63,8 @@ def found_by(patch: Path, copy: Path) -> str | None:
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return f"a run that did not end, {where}"
+            if "no test matches" in done.stdout:
+                raise ValueError(f"{patch.name}: no test of {' '.join(paths)} runs on {where}")
             if done.returncode:
                 failed = re.search(FAILURE, done.stdout + done.stderr, re.MULTILINE)
                 name = failed[1] or failed[2] if failed else "a run that ended early"
