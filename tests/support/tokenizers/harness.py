@@ -104,7 +104,9 @@ def differences(folder: Path, world: Communicator) -> Iterator[str]:
         yield from told("prefix", ours.prefix_token_id, theirs.prefix_token_id)
         pairs = [pair for pair in PAIRS if _usable(theirs, *pair)]
         here = ours.loglikelihood(_asked("loglikelihood", pairs), disable_tqdm=True)
-        there = theirs.loglikelihood(_asked("loglikelihood", pairs), disable_tqdm=True)
+        # One by one: HFLM (0.4.13) takes the logits of another request whose tokens without the last are the same, also
+        # where that one has more tokens to predict, as "the cat" " sat" and "" "the cat sat" after one prefix token.
+        there = [theirs.loglikelihood(_asked("loglikelihood", [pair]), disable_tqdm=True)[0] for pair in pairs]
         for pair, mine, other in zip(pairs, here, there, strict=True):
             if mine[0] != pytest.approx(other[0], abs=1e-3) or mine[1] != other[1]:
                 yield f"log-likelihood of {pair}: {mine}, HFLM {other}"
