@@ -270,6 +270,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
     def new_stream(self, *, device: str | None = None, priority: int = -1, threaded: bool = True) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
 
+        The stream belongs to the communicator: one that a program drops stays, with its thread, until the communicator
+        is closed or dropped. `Stream.close` gives it back before.
+
         device: "cpu" for host tensors, "cuda" for tensors that NCCL carries; None: "cuda" if the group has NCCL. Device
         tensors that MPI carries go on host streams. priority: of a CUDA stream, -1 (high) or 0.
 
