@@ -38,6 +38,8 @@ def main(world: Communicator) -> None:
         if config.names:
             _harness(config, world, trained, grid)
             return
+        if config.verify_data:  # over the world without a timeout: reading all data may take long
+            verify_files(world, lambda part, parts: verify(trained.settings.blend(), part, parts))
         evaluate = _last_words if config.task == LAMBADA else _perplexity
         result = evaluate(config, trained, grid)
         on_rank_zero(grid.world, lambda: _report(config, result))
@@ -78,8 +80,6 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     # Without one, the run's own documents lack only their words. One that was asked for is used, or the reason raised.
     optional = config.task == HELD_OUT and config.tokenizer_model is None
     tokenizer = None if optional and not trained.has_tokenizer else trained.tokenizer
-    if config.verify_data:
-        verify_files(grid.world, lambda part, parts: verify(trained.settings.blend(), part, parts))
 
     def read() -> texts.Texts:
         if config.task == HELD_OUT:

@@ -16,7 +16,7 @@ from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.permutation import EpochPermutation
 from trainers.data.samples import split_documents, unigram_cross_entropy
-from trainers.data.sentence_samples import IGNORED, SampleRules, SentenceSamples
+from trainers.data.sentences.samples import IGNORED, SampleRules, SentenceSamples
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL
 

@@ -12,7 +12,7 @@ from commengine import ProcessGrid, UsageError
 from tests.support.checkpoints import rewrite_state
 from tplayers import BERT, GPT, placements
 from trainers.checkpoints import run_state
-from trainers.data.sentence_samples import open_masked_corpus
+from trainers.data.sentences.samples import open_masked_corpus
 from trainers.data.tokenizer import Tokenizer
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.training import transformer_trainer

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from trainers.data.samples import IGNORED, Samples
-from trainers.data.sentence_samples import FRAME, kept
+from trainers.data.sentences.samples import FRAME, kept
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import WordPieces
 

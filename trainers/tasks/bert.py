@@ -19,7 +19,7 @@ from tplayers.models.config import NORM_PLACEMENTS
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, shared_tokenizer
 from trainers.data.samples import IGNORED, Samples
-from trainers.data.sentence_samples import SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
+from trainers.data.sentences.samples import SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces

@@ -17,7 +17,7 @@ from trainers.checkpoints import run_state
 from trainers.checks.digests import tensor_sum, weights_digest
 from trainers.data.corpus import open_corpus
 from trainers.data.samples import ZipfSamples
-from trainers.data.sentence_samples import ZipfSentences
+from trainers.data.sentences.samples import ZipfSentences
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.tasks.training import transformer_trainer

@@ -12,7 +12,7 @@ from bench.contest import norm_placement
 from bench.contest.norm_placement import DeepRun
 from commengine import UsageError
 from tests.bench.contest.stand_ins import rows_of
-from trainers.data.sentence_samples import open_masked_corpus
+from trainers.data.sentences.samples import open_masked_corpus
 from trainers.tasks.training import transformer_trainer
 from trainers.training.trainer import Trainer
 

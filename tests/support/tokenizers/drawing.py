@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tests.support.sentencepiece import sentencepiece
+from tests.support.tokenizers.sentencepiece import sentencepiece
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [

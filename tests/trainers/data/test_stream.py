@@ -14,7 +14,7 @@ from tests.support.corpora import Named
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.permutation import HELD, EpochPermutation
-from trainers.data.sentence_samples import SampleRules, SentenceSamples
+from trainers.data.sentences.samples import SampleRules, SentenceSamples
 from trainers.data.stream import MOCK, SampleStream, Source, record_of_one
 from trainers.data.wordpiece import WordPieces
 

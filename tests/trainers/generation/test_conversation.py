@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from commengine import UsageError
-from tests.support.sentencepiece import sentencepiece
+from tests.support.tokenizers.sentencepiece import sentencepiece
 from trainers.data.tokenizer import Tokenizer
 from trainers.generation.conversation import History, Lines, converse
 

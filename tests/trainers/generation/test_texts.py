@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.sentencepiece import sentencepiece
+from tests.support.tokenizers.sentencepiece import sentencepiece
 from tplayers import GPT, GPTConfig, Sampling, generate, initialize
 from trainers.data.tokenizer import Tokenizer
 from trainers.generation.texts import NO_CHARACTER, StopStrings, generate_texts

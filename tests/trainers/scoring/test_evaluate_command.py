@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,9 @@ REFUSED = {
         "--load {}/run --task wikitext --data {}/text --stride 64", "--stride 64: must not exceed the 32 tokens",
     ),
     "no task": ("--load {}/run", "--task: needed; valid: wikitext, lambada"),
+    "nothing to verify": (
+        "--load {}/run --task wikitext --data {}/text --verify-data", "--verify-data: needs --task held-out",
+    ),
     "another task": ("--load {}/run --task squad", "held-out, or lm-eval:NAME,NAME,..."),
     "TP does not divide the heads": (
         "--load {}/run --task perplexity --data {}/text --tensor-model-parallel-size 4",
@@ -151,7 +155,7 @@ def outcomes(pretrain, folder):
     evaluation("perplexity", 2, *load, "perplexity", *short, *two)
     evaluation("fp32", 2, *load, "perplexity", *short, "--dtype", "float32")
     evaluation("jsonl", 2, *load, "jsonl", "--data", folder / "lines.jsonl")
-    evaluation("held-out", 2, *load, "held-out", "--plot", folder / "loss.png")
+    evaluation("held-out", 2, *load, "held-out", "--plot", folder / "loss.png", "--verify-data")
     evaluation("bare-held-out", 2, "--load", folder / "bare", "--task", "held-out")
     named = ["--tokenizer-model", folder / "other-tokenizer.json"]
     evaluation("another-tokenizer", 2, *load, "perplexity", *short, *named)
@@ -254,6 +258,7 @@ def test_texts_of_their_own_and_the_held_out_documents(outcomes, folder, theirs,
     assert one["nll"] == pytest.approx(nll(theirs, stream), rel=1e-9) and one["targets"] == len(stream) - 1
     assert one["words"] == sum(map(texts.paper_words, held_out))
     assert (folder / "loss.png").read_bytes()[1:4] == b"PNG"
+    assert re.search(r"^--verify-data: [\d,]+ bytes verified", outcomes["held-out"].err[0], re.MULTILINE)
 
 
 def test_the_held_out_documents_without_the_tokenizer_have_no_words(outcomes, folder):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.sentencepiece import sentencepiece
+from tests.support.tokenizers.sentencepiece import sentencepiece
 from tests.support.weights.hugging_face import to_hugging_face
 from tplayers import Sampling
 from trainers.data.indexed_writer import IndexedDatasetWriter

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.support.sentencepiece import sentencepiece
+from tests.support.tokenizers.sentencepiece import sentencepiece
 from trainers.data import text_files
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import lambada

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from commengine import UsageError
+from trainers.data.corpus import Corpus, TextConfig, open_corpus
+from trainers.data.indexed import IndexedDataset
+from trainers.data.samples import IGNORED, MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
+from trainers.data.wordpiece import WordPieces
 
-from .corpus import Corpus, TextConfig, open_corpus
-from .indexed import IndexedDataset
+from .map import SHORTEST, sentence_map
 from .masking import Masks, budget, mask_words
-from .samples import IGNORED, MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
-from .sentence_map import SHORTEST, sentence_map
-from .wordpiece import WordPieces
 
 Tokens = npt.NDArray[np.int64]
 

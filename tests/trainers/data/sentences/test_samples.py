@@ -9,7 +9,7 @@ import pytest
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import NoSamplesError, philox
-from trainers.data.sentence_samples import (
+from trainers.data.sentences.samples import (
     IGNORED,
     MaskedSample,
     SampleRules,

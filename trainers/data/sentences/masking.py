@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .wordpiece import WordPieces
+from trainers.data.wordpiece import WordPieces
 
 #: the longest run of words that is masked at once
 LARGEST_RUN = 3

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainers.data import sentence_map as module
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.samples import SHORT, philox
-from trainers.data.sentence_map import sentence_map
+from trainers.data.sentences import map as module
+from trainers.data.sentences.map import sentence_map
 
 SEED = 5
 

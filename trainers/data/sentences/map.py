@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .indexed import IndexedDataset
-from .samples import SHORT, philox
+from trainers.data.indexed import IndexedDataset
+from trainers.data.samples import SHORT, philox
 
 #: sentences that are mapped at a time: about 100 MB of work arrays
 _BLOCK = 1 << 20

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from trainers.data.masking import LARGEST_RUN, budget, mask_words
 from trainers.data.samples import philox
+from trainers.data.sentences.masking import LARGEST_RUN, budget, mask_words
 from trainers.data.wordpiece import WordPieces
 
 # Ids 5 to 99 begin a word, 100 to 199 continue one.

@@ -1,0 +1,1 @@
+"""Samples of sentences for BERT: which sentences stand together, and which words are masked."""
