@@ -94,7 +94,7 @@ class Trained:
     settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
     ``pad_attention_heads``, so that the grid need not divide the heads. kind:
     "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved. sources: the
-    what is known of each data set that the run has read. end_tokens: those at which a text of the model ends.
+    checkpoint's record of each data set that the run has read. end_tokens: those at which a text of the model ends.
     problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 

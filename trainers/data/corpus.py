@@ -76,7 +76,7 @@ class TextConfig(TrainConfig):
         return verify(self.blend(), part, parts) if self.verify_data else 0
 
     def remarks(self) -> list[str]:
-        """What to tell of the data sets before they are read: files that are newer than their checksums."""
+        """A line for each data set with a file that is newer than its checksums."""
         every = [] if self.verify_data else [written_after_checksums(prefix) for _, prefix in self.blend()]
         return [line for line in every if line is not None]
 

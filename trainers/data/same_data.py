@@ -61,7 +61,7 @@ def found_among(one: Known, others: Iterable[One]) -> One | None:
 
 
 def written_since(one: Known, old: Known) -> str | None:
-    """What to tell the user of ``one``, the same data as ``old``, if its files were written since; None if not."""
+    """A line for the user of ``one``, the same data as ``old``, if its files were written since; None if not."""
     if not (one.written and old.written) or one.written == old.written:
         return None
     then, now = (datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") for at in (old.written, one.written))
@@ -72,7 +72,7 @@ def written_since(one: Known, old: Known) -> str | None:
 
 
 def written_after_checksums(prefix: str) -> str | None:
-    """What to tell the user of a data set with a file that was written after its checksums; None of any other.
+    """A line for the user of a data set with a file that was written after its checksums; None of any other.
 
     It is no proof either: a copy writes the files in any order.
     """
