@@ -270,8 +270,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
     def new_stream(self, *, device: str | None = None, priority: int = -1, threaded: bool = True) -> Stream:
         """Return an ordered queue of collectives that runs beside the caller. Collective; in the same order everywhere.
 
-        The stream belongs to the communicator: one that a program drops stays, with its thread, until the communicator
-        is closed or dropped. `Stream.close` gives it back before.
+        `Stream.close` gives it back, or `close` of the communicator. One that the program drops ends its thread when it
+        has done what is enqueued, with a ResourceWarning; what MPI has of it stays until the communicator is closed.
 
         device: "cpu" for host tensors, "cuda" for tensors that NCCL carries; None: "cuda" if the group has NCCL. Device
         tensors that MPI carries go on host streams. priority: of a CUDA stream, -1 (high) or 0.
@@ -315,7 +315,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
                     stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free, owner=owner)
             self._streams.append(stream)
             self._made_streams = index
-        return stream
+        return stream.lend()
 
     def _close_stream(self, stream: Stream) -> None:
         """`Stream.close`."""
@@ -328,7 +328,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
                 stream.finish()
         if isinstance(stream, DeviceStream) and self._watched is not None:
             self._watched.alarms.remove(stream.transport.failure)
-        self._streams.remove(stream)
+        self._streams[:] = [one for one in self._streams if one.index != stream.index]
         if (untold := stream.untold_failure) is not None:
             raise call_error(
                 self, "close", f"a collective failed on {stream.name}, and nobody waited: {untold}"

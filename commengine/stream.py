@@ -11,10 +11,11 @@ import atexit
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .errors import CollectiveError
 from .host.polling import LAND_SECONDS
@@ -23,6 +24,8 @@ from .mpi import load_mpi
 
 #: a `commengine.trace.CollectiveEvent`
 Record: TypeAlias = Any
+
+S = TypeVar("S", bound="Stream")
 
 #: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
 MOST_RECORDS = 1024
@@ -182,6 +185,25 @@ class Stream:
             self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
             self._worker.start()
             ends_with_program(self)
+
+    def lend(self: S) -> S:
+        """Return the stream for the program: an object of its own with the same state.
+
+        The communicator and the worker keep the stream itself, so only the end of this object tells them that no
+        program can use the stream any more.
+        """
+        lent = object.__new__(type(self))
+        lent.__dict__ = self.__dict__
+        weakref.finalize(lent, self._let_go).atexit = False
+        return lent
+
+    def _let_go(self) -> None:
+        """End the thread of a stream that nobody can use any more. Waits for nothing: any thread may be here."""
+        if self.closed or is_child_of_rank():
+            return
+        self.drop()
+        problem = "close it, or its communicator: MPI's communicator of the stream stays until then"
+        warnings.warn(f"stream {self.name} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
 
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
@@ -359,6 +381,11 @@ class Stream:
             with contextlib.suppress(BaseException):
                 self._routes.stop(reason)
                 return
+
+
+def is_among(stream: object, streams: Sequence[Stream]) -> bool:
+    """Whether ``stream`` is one of ``streams``, lent or not."""
+    return isinstance(stream, Stream) and any(one.transport is stream.transport for one in streams)
 
 
 def _nothing() -> None:

@@ -31,7 +31,7 @@ from commengine.errors import CollectiveError, TransferError, call_error
 from commengine.mpi import load_mpi
 from commengine.operations.operation import Call, Operation
 from commengine.operations.uneven.rows import UnevenOperation
-from commengine.stream import DONE, Event, GroupedWork, Stream, Work
+from commengine.stream import DONE, Event, GroupedWork, Stream, Work, is_among
 from commengine.timeout.entries import Entry, WatchedGroup
 from commengine.trace import CollectiveEvent, Trace
 
@@ -419,7 +419,7 @@ class Dispatcher:
         self.check_usable(call.name)
         if stream is None:
             return
-        if stream not in self._comm._streams:
+        if not is_among(stream, self._comm._streams):
             name = getattr(stream, "name", repr(stream))
             what = "is closed" if getattr(stream, "closed", False) else "was not made by this communicator"
             raise call_error(self, call.name, f"stream {name} {what}")

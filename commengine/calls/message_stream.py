@@ -86,7 +86,7 @@ class MessageWork(Work):
             self._record.end = time.perf_counter()
         if self._entry is not None:
             self._entry.end()
-        self._flight, self._about = None, ""
+        self._flight, self._about, self._point = None, "", None  # the stream keeps works, and no work keeps a stream
         return True
 
 

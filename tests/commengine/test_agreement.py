@@ -13,10 +13,10 @@ ONES = torch.ones
 @pytest.fixture(scope="module")
 def comm(mpi_world):
     with Communicator(mpi_world, checked=True) as comm:
-        comm.new_stream()
-        comm.new_stream()
+        streams = [comm.new_stream(), comm.new_stream()]  # a stream that is dropped takes no more calls
         yield comm
         comm.close()
+        del streams
 
 
 def coalesced(comm, *calls):

@@ -75,18 +75,49 @@ def test_the_end_of_a_stream_tells_a_failure_that_nobody_waited_for(mpi_world, m
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_dropped_stream_warns_and_ends_its_thread_after_its_collectives(mpi_world):
+    with Communicator(mpi_world, device="cpu") as comm, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads, peer, works = threading.active_count(), 1 - comm.rank, []
+        for number in range(20):
+            tensor = torch.full((4,), float(number))
+            stream = comm.new_stream(threaded=number % 2 == 0)
+            if number % 2 == 0:
+                works.append((comm.all_reduce(tensor, stream=stream), tensor, 2.0 * number))
+            else:
+                received = torch.empty(4)
+                works.append((comm.sendrecv(tensor, peer, received, peer, stream=stream), received, float(number)))
+        del stream
+        for work, tensor, result in works:
+            work.wait()
+            assert tensor.tolist() == [result] * 4
+        gc.collect()
+        _await_threads(threads)
+        said = sorted(str(one.message).split(" was")[0] for one in caught if one.category is ResourceWarning)
+        assert said == sorted(f"stream world/stream{number}" for number in range(1, 21))
+        comm.empty(8)  # its streams are asked, too
+        assert comm.all_reduce(torch.ones(1), stream=comm.new_stream()).wait() is None
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_dropped_communicator_warns_and_ends_its_threads(mpi_world):
     threads = threading.active_count()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
             comm = Communicator(mpi_world, device="cpu", timeout=60)
-            comm.all_reduce(torch.ones(2), stream=comm.new_stream()).wait()
-            del comm
+            stream = comm.new_stream()
+            comm.all_reduce(torch.ones(2), stream=stream).wait()
+            del comm  # before its stream
+        del stream
         gc.collect()
-        deadline = time.monotonic() + 20
-        while threading.active_count() > threads and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert threading.active_count() <= threads
+        _await_threads(threads)
     said = [str(one.message) for one in caught if one.category is ResourceWarning]
     assert [one.split(" was")[0] for one in said] == ["Communicator 'world'"] * 5, said
+
+
+def _await_threads(count):
+    deadline = time.monotonic() + 20
+    while threading.active_count() > count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= count

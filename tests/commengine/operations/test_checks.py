@@ -101,8 +101,9 @@ def stream_in_group(comm):
 
 @pytest.fixture(scope="module")
 def busy_world(world):
-    world.new_stream()
-    return world
+    stream = world.new_stream()
+    yield world
+    del stream
 
 
 def assert_works(comm):
