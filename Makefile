@@ -198,7 +198,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.support.budget
+	$(BIN)/python -m tests.support.running.budget
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

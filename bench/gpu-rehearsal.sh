@@ -62,7 +62,7 @@ step() { # NAME COMMAND...: one line of what came out of it
 install() { # the packages of pyproject.toml that bench/gpu-carry.sh does not carry
     "$python" -m venv "$folder/environment" &&
         "$there" -m pip --disable-pip-version-check install --quiet "torch==$torch" "$cupy" numpy safetensors PyYAML \
-            tokenizers tqdm xxhash matplotlib pytest pytest-timeout pytest-xdist hypothesis &&
+            tokenizers tqdm xxhash matplotlib pytest pytest-timeout hypothesis &&
         touch "$folder/environment/whole"
 }
 carry() { bench/gpu-carry.sh --python-version "$version" --nccl "$nccl" "$folder/carry" && touch "$folder/carry/whole"; }

@@ -5,7 +5,8 @@ import runpy
 
 import pytest
 
-from tests.support import budget, mpirun
+from tests.support import mpirun
+from tests.support.running import budget
 
 KNOWN = {
     "calibration": 2.0, "whole": {"usual": 100.0},

@@ -19,6 +19,7 @@ import yaml
 from bench import predict
 from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
+from tests.support.each import each
 from tests.support.lab.make import make, nvidia_smi
 from tests.test_readme import accepted
 from trainers.options import parse
@@ -171,7 +172,7 @@ def parse_pip(words: list[str]) -> None:
     assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=ids)
+@each("command", COMMANDS, ids)
 def test_command_is_parsed(command, data):
     if command.text in NOT_OURS:
         return
@@ -325,7 +326,7 @@ def test_the_data_parallel_example_trains_alike_on_one_and_four_ranks():
 # Text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+@each("page", PAGES, documents.name)
 def test_blocks_have_a_known_language(page):
     assert [block for block in documents.blocks(page) if block.language not in documents.LANGUAGES] == []
     indented = re.findall(r"^ {4,}\S.*", documents.prose(page), re.MULTILINE)
@@ -379,7 +380,7 @@ def quoted(page: Path) -> list[tuple[str, list[Path]]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+@each("page", PAGES, documents.name)
 def test_figures_that_a_page_quotes_stand_in_the_results(page):
     """Each number with decimals beside a link to a file of bench/results is in that file."""
     for text, files in quoted(page):
@@ -389,7 +390,7 @@ def test_figures_that_a_page_quotes_stand_in_the_results(page):
         assert missing == [], f"{', '.join(file.name for file in files)} has no {missing}: {text}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+@each("page", PAGES, documents.name)
 def test_links_lead_somewhere(page):
     for link in documents.links(page):
         target = urlsplit(link)
@@ -431,7 +432,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+@each("page", PAGES, documents.name)
 def test_paths_in_backticks_exist(page):
     missing = [
         code
@@ -442,7 +443,7 @@ def test_paths_in_backticks_exist(page):
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=documents.name)
+@each("page", PAGES, documents.name)
 def test_dotted_names_in_backticks_exist(page):
     for code in documents.inline_code(page):
         found = re.match(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+", code)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -197,12 +198,6 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
     assert "SKIPPED" not in done.stdout
 
 
-def test_a_file_without_mpi_tests_is_not_imported(job, tmp_path):
-    (tmp_path / "test_serial.py").write_text("raise ImportError('not on every rank')\n")
-    done, _ = job("def test_it(mpi_world):\n    pass\n", 1, "--only-mpi-files", fresh=False)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done
-
-
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
     text = "@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n"
     done, _ = job(text, 2, "--where-size-matters", fresh=False)
@@ -293,6 +288,24 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
     assert timed == sorted(timed, key=lambda one: -float(one[0]))
     seconds = {name: float(time) for time, name in timed}
     assert seconds.keys() == {"test_good", "test_bad", "test_skipped"} and seconds["test_good"] >= 0.2
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="forks need pidfd_open")
+def test_tests_are_collected_once_and_each_runs_in_one_process(tmp_path):
+    note = f"open({str(tmp_path / 'notes')!r}, 'a').write"
+    for letter in "ab":
+        (tmp_path / f"test_{letter}.py").write_text(
+            f"import os, pytest, time\n{note}('imported\\n')\n\n"
+            f"@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n    {note}('it\\n')\n    time.sleep(0.5)\n\n"
+            f"@pytest.mark.mpi\ndef test_mpi(mpi_world):\n    {note}(f'{{mpi_world.rank}} of {{mpi_world.size}}\\n')\n"
+        )
+    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), "--confcutdir", str(HERE),
+            "-p", "tests.conftest", str(tmp_path)]  # fmt: skip
+    done = mpirun.command(argv, timeout=60, env={"RANKS": "0 2"})
+    assert done.returncode == 0 and done.stdout.endswith("\n8 passed, 0 failed, 0 skipped\n"), done
+    notes = Counter((tmp_path / "notes").read_text().splitlines())
+    assert notes == {"imported": 2, "it": 6, "0 of 2": 2, "1 of 2": 2}
+    assert "-------- serial tests, process 2\n" in done.stdout and "3 passed" in done.stdout  # each had a file
 
 
 def test_tests_run_names_the_test_in_which_a_run_ended_early(tmp_path):

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
-from tests.support.distribution import BUSY, INDEPENDENT
+from tests.support.running.distribution import BUSY, INDEPENDENT
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 16  # modules in a folder
@@ -141,13 +139,10 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_modules_tests_are_found_from_its_name(module: Path) -> None:
-    if str(module) not in ELSEWHERE:
-        wanted = Path("tests", module.parent, f"test_{module.stem}.py")
-        assert own_files(module), (
-            f"{module}: write {wanted}, or name its test files in TESTED_BY of tests/test_mirror.py"
-        )
+def test_each_modules_tests_are_found_from_its_name() -> None:
+    without = [module for module in MODULES if str(module) not in ELSEWHERE and not own_files(module)]
+    wanted = [f"{module}: write {Path('tests', module.parent, f'test_{module.stem}.py')}" for module in without]
+    assert not wanted, "\n".join((*wanted, "or name its test files in TESTED_BY of tests/test_mirror.py"))
 
 
 def test_the_table_names_what_exists_and_nothing_else() -> None:

@@ -1,4 +1,7 @@
-"""Start Python programs by forking a process that has imported torch already: it saves each of them a second."""
+"""Start Python programs by forking a process that has imported torch already: it saves each of them a second.
+
+tests/run starts its runs of pytest in the same way, by forking a process that has collected the tests.
+"""
 
 import atexit
 import os
@@ -16,10 +19,13 @@ HERE = Path(__file__).resolve().parent
 CASE = "COMMENGINE_FAULTS_CASE"
 
 
-class _Server:
-    """A process of server.py with this environment, which ends with this process or before."""
+class Server:
+    """A process that forks for stubs, with this environment, which ends with this process or before.
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    words: those of its command line after Python's own, before the number of the socket's file descriptor.
+    """
+
+    def __init__(self, environment: dict[str, str], words: list[str]) -> None:
         folder = tempfile.mkdtemp(prefix="fork-server-")  # only this user may enter it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self.address, self.owner = str(Path(folder, "socket")), os.getpid()
@@ -27,10 +33,15 @@ class _Server:
             listener.bind(self.address)
             listener.listen(64)  # stubs wait there while the server imports torch
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "server.py"), str(listener.fileno())],
+                [sys.executable, *words, str(listener.fileno())],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
                 env={name: value for name, value in environment.items() if name != CASE}, start_new_session=True,
             )  # fmt: skip
+
+    @property
+    def stub(self) -> list[str]:
+        """The words that take the place of ``sys.executable`` in a command line."""
+        return [sys.executable, "-I", "-S", str(HERE / "stub.py"), self.address]
 
     @property
     def there(self) -> bool:
@@ -38,7 +49,7 @@ class _Server:
 
 
 #: by what their libraries read of the environment; a test may change this process's environment for good
-_servers: dict[frozenset[tuple[str, str]], _Server] = {}
+_servers: dict[frozenset[tuple[str, str]], Server] = {}
 
 
 def python(environment: dict[str, str]) -> list[str]:
@@ -51,5 +62,5 @@ def python(environment: dict[str, str]) -> list[str]:
         return [sys.executable]
     key = frozenset(read_at_imports(environment).items())
     if key not in _servers or not _servers[key].there:
-        _servers[key] = _Server(environment)
-    return [sys.executable, "-I", "-S", str(HERE / "stub.py"), _servers[key].address]
+        _servers[key] = Server(environment, [str(HERE / "server.py")])
+    return _servers[key].stub

@@ -118,10 +118,10 @@ def run(words: list[str]) -> None:
 
 
 class Server:
-    """The server: `serve` returns only in a child, with what the child is to be."""
+    """The server: `serve` returns only in a child, with what the child is to be. own: as for `fits`."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._own = listener, read_at_imports(os.environ)
+    def __init__(self, listener: socket.socket, own: dict[str, str]) -> None:
+        self._listener, self._own = listener, own
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}  # by the fd that is readable once the process has ended
 
@@ -196,7 +196,7 @@ def kill(process: int) -> None:
 def main() -> Any:
     gc.collect()
     gc.freeze()
-    request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    request = Server(socket.socket(fileno=int(sys.argv[1])), read_at_imports(os.environ)).serve()
     if request is None:
         os._exit(0)
     become(request)

@@ -1,7 +1,7 @@
 """What tests may take and packages may hold: tests/budget.json, for tests/run and make lint.
 
-    python -m tests.support.budget                    # make lint: the lines of code of each package
-    python -m tests.support.budget --write TALLY...   # a new file, from the tallies of a whole tests/run --tally FOLDER
+    python -m tests.support.running.budget                    # make lint: the lines of code of each package
+    python -m tests.support.running.budget --write TALLY...   # a new file, from those of tests/run --tally FOLDER
 
 The seconds are those of one machine in one state. `calibrate` measures the machine of now by programs that start,
 import and compute as tests do, and all seconds are scaled by it.
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "tests" / "budget.json"
 
 #: a file of tests may take so many times its seconds, and so many more, before it is run again
@@ -111,13 +111,15 @@ def too_long(budget: Mapping[str, Any], root: Path = ROOT) -> Iterator[str]:
 
 
 def seconds_of(tallies: Iterable[Path]) -> dict[tuple[str, str], float]:
-    """The seconds of each (file, ranks) in the tallies of a run (tests/support/tally.py), named ``tally-RANKS``."""
+    """The seconds of each (file, ranks) in the tallies of a run (tests/support/running/tally.py), named ``tally-RANKS``
+    or ``tally-RANKS-PROCESS``.
+    """
     taken: defaultdict[tuple[str, str], float] = defaultdict(float)
     for path in tallies:
         for line in path.read_text().split("\n")[:-1]:
             word, seconds, name = line.split(" ", 2)
             if word not in ("begun", "end"):
-                taken[name.partition("::")[0], path.name.removeprefix("tally-")] += float(seconds)
+                taken[name.partition("::")[0], path.name.split("-")[1]] += float(seconds)
     return dict(taken)
 
 
