@@ -80,13 +80,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             plugin._is_testing_mpi = False
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k: a case that is drawn must be one that they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("where_size_matters"):
         from mpi4py import MPI
 
-        left_out = [item for item in items if not sizes.selected(item, MPI.COMM_WORLD.size)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        chosen = dict.fromkeys(sizes.chosen(items, MPI.COMM_WORLD.size))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

@@ -177,9 +177,9 @@ def test_rank_that_dies_ends_the_run(job):
 @pytest.mark.parametrize(
     "n, passed",
     [
-        pytest.param(1, "case_of[1] every one_or_two", marks=pytest.mark.long),
-        (2, "every one_or_two two_or_more usual"),
-        pytest.param(4, "case_of[4] every four two_or_more", marks=pytest.mark.long),
+        pytest.param(1, "case_of[1] drawn[0] every one_or_two", marks=pytest.mark.long),
+        (2, "drawn[0] drawn[1] drawn[2] every one_or_two two_or_more usual"),
+        pytest.param(4, "case_of[4] drawn[0] every four two_or_more", marks=pytest.mark.long),
     ],
 )
 def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
@@ -189,10 +189,12 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
         "@pytest.mark.every_size\n@pytest.mark.mpi(min_size=2)\ndef test_two_or_more(mpi_world):\n    pass\n\n"
         "@pytest.mark.mpi(min_size=4)\ndef test_four(mpi_world):\n    pass\n\n"
         "@pytest.mark.sizes(1, 2)\ndef test_one_or_two(mpi_world):\n    pass\n\n"
+        "@pytest.mark.every_size\n@pytest.mark.parametrize('n', [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])\n"
+        "def test_drawn(mpi_world, n):\n    assert n < 3\n\n"
         "CASES = [pytest.param(n, id=str(n), marks=pytest.mark.sizes(n)) for n in (1, 4)]\n"
         "@pytest.mark.every_size\n@pytest.mark.parametrize('n', CASES)\ndef test_case_of(mpi_world, n):\n    pass\n"
     )
-    done, _ = job(text, n, "-v", "--where-size-matters", fresh=False)
+    done, _ = job(text, n, "-v", "--where-size-matters", "-m", "mpi and not long", fresh=False)
     assert done.returncode == 0, done
     assert sorted(re.findall(r"test_it.py::test_(\S+) PASSED", done.stdout)) == passed.split()
     assert "SKIPPED" not in done.stdout

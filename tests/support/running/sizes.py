@@ -1,29 +1,47 @@
-"""On which numbers of ranks a test runs: see ``selected``, and the docstring of tests/run for the rule behind it."""
+"""On which numbers of ranks a test runs: see ``chosen``, and the docstring of tests/run for the rule behind it."""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 
-#: the numbers of ranks of tests/run
+#: the numbers of ranks of tests/run, and the one on which a test runs without a mark
 SIZES = (1, 2, 4)
+USUAL = 2
 #: pytest's option, with which a run under mpiexec leaves out what does not need its number of ranks
 OPTION = "--where-size-matters"
 
 
-def selected(item: pytest.Item, size: int) -> bool:
-    """Whether ``make test`` runs this test on ``size`` ranks, if it is marked ``mpi``.
+def chosen(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
+    """Return the tests that ``make test`` runs on ``size`` ranks; those that are not marked ``mpi`` all are among them.
 
-    A test marked ``sizes`` runs on the numbers of ranks that the mark names, and one marked ``every_size`` on all, from
-    its ``min_size`` on. The mark of a case counts before that of its function, and this before that of the file. Any
-    other test runs on 2 ranks only, or on the smallest of SIZES that its ``min_size`` allows.
+    A test runs on 2 ranks, or on the smallest of SIZES that its ``min_size`` allows. One that is marked ``every_size``,
+    or ``sizes`` with other numbers, runs on these, too; of a function with several cases only one does, which its name
+    draws, unless the mark is that of the case. The mark of a case counts before that of its function, and this before
+    that of the file.
     """
-    if not item.get_closest_marker("mpi"):
-        return True
-    least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
-    if least > max(SIZES):
-        raise pytest.UsageError(
-            f"{item.nodeid} needs {least} ranks, and tests/run has no run of more than {max(SIZES)}"
-        )
-    of_the_case = item.callspec.marks if hasattr(item, "callspec") else ()
-    for mark in (*of_the_case, *item.iter_markers()):
-        if mark.name in ("every_size", "sizes"):
-            return size >= least and size in (mark.args or SIZES)
-    return size == min(number for number in SIZES if number >= max(2, least))
+    found: list[pytest.Item] = []
+    drawn: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("mpi"):
+            found.append(item)
+            continue
+        least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
+        if least > max(SIZES):
+            raise pytest.UsageError(
+                f"{item.nodeid} needs {least} ranks, and tests/run has no run of more than {max(SIZES)}"
+            )
+        usual = min(number for number in SIZES if number >= max(USUAL, least))
+        of_the_case = item.callspec.marks if hasattr(item, "callspec") else ()
+        marks = [mark for mark in (*of_the_case, *item.iter_markers()) if mark.name in ("every_size", "sizes")]
+        sizes = (marks[0].args or SIZES) if marks else (usual,)
+        if size < least or size not in sizes:
+            continue
+        if size == usual or marks[0] in of_the_case:
+            found.append(item)
+        else:
+            drawn[item.nodeid.partition("[")[0]].append(item)
+    found += [cases[zlib.crc32(name.encode()) % len(cases)] for name, cases in drawn.items()]
+    there = set(found)
+    return [item for item in items if item in there]
