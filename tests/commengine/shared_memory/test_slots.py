@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 DTYPE_IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 by_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), **DTYPE_IDS)
 by_wide_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], **DTYPE_IDS
+    "dtype",
+    [torch.float64, pytest.param(torch.float32, marks=pytest.mark.every_size), torch.float16, torch.bfloat16],
+    **DTYPE_IDS,
 )
 
 

@@ -76,8 +76,7 @@ def one_core(causal: bool, p: float, s: int) -> Any:
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("method", CONTEXT_METHODS)
+@pytest.mark.parametrize("method", [pytest.param(method, marks=pytest.mark.sizes(2, 4)) for method in CONTEXT_METHODS])
 def test_against_plain_attention(world, contexts, method):
     """Odd chunks, samples of any length and with holes, groups that the ranks do not divide, dropout."""
     of_paddings = dict.fromkeys(("none", "lengths", "mask"), 0)

@@ -39,7 +39,7 @@ def chooser(comm, sampling):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
-@pytest.mark.parametrize("top_k", [0, 1, 3, 60, 89, 90, 1000])
+@pytest.mark.parametrize("top_k", [0, 1, pytest.param(3, marks=pytest.mark.sizes(1, 2)), 60, 89, 90, 1000])
 def test_filters_are_those_of_transformers(group, top_k, top_p, temperature):
     process = pytest.importorskip("transformers.generation.logits_process", reason="the peer is transformers")
     whole = scores()
