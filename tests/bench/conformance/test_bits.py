@@ -118,7 +118,14 @@ def test_a_planted_dependence_is_found_and_no_other(mpi_world, name, operation, 
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("name", [name for name, (_, order) in IN_JOB.items() if order])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name.endswith("rank") else [])
+        for name, (_, order) in IN_JOB.items()
+        if order
+    ],
+)
 def test_an_order_of_ours_depends_on_the_operands_of_each_rank_alone(world, name):
     ranks = world.size
     with opened(name, world, Sums.capacity(ranks, torch.float32, 70_000)) as transport:

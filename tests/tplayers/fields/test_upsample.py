@@ -20,6 +20,7 @@ def comm(mpi_world):
         yield comm
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize(
     ("kind", "align_corners"),
     [("nearest", False), ("nearest-exact", False), *((k, c) for k in ("linear", "bicubic") for c in (False, True))],

@@ -88,6 +88,7 @@ def test_training_is_the_same_on_every_rank_and_on_one(grid):
             assert torch.equal(torch.from_numpy(other), parameter), name
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 @pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_odd_sizes_and_small_blocks_in_drawn_cases(grid, norm, examples):

@@ -51,6 +51,7 @@ def test_one_axis_and_an_axis_twice(world):
 
 
 @pytest.mark.slow
+@pytest.mark.sizes(2)
 @pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("name", ["roll", "flip", "halo_exchange", "halo_accumulate", "shift", "repartition"])
 def test_the_compiler_runs_an_operator_between_graphs(world, name):

@@ -82,6 +82,7 @@ def test_twenty_steps_in_float64(mpi_world, itself):
 
 
 @pytest.mark.slow
+@pytest.mark.sizes(2)  # its layouts of four ranks take a minute; test_steps_in_float64 has one of each kind
 def test_losses_in_float32(mpi_world, itself):
     options = {"dtype": torch.float32, **EXPERTS}
     whole = small_runs.alone(itself, "llama", layers=LAYERS, **options)

@@ -85,6 +85,8 @@ EXPERTS = [
     ("experts", "fp32", RunLayout(1, 2), {"num_experts": 3, "moe_router_topk": 3, "swiglu": False}),
 ]
 MORE_UNUSUAL = [("gpt", "bf16", RunLayout(4, 1), LONG | NO_DROPOUT), ("bert", "bf16", RunLayout(4, 1), LONG)]
+#: the cases of four ranks that `make test` runs: two axes of a grid, shards of shards, experts, parts of sequences
+ON_FOUR = [CHOSEN[9], UNUSUAL[6], SHARED[5], EXPERTS[6]]
 #: gradients and activations that go through shared memory
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 4000, "global_batch_size": 4}
 FOUND = {}
@@ -92,7 +94,11 @@ FOUND = {}
 
 def on_its_ranks(cases, *more):
     """Parameters of tests, each for the number of ranks of its layout."""
-    return [pytest.param(*case, marks=[pytest.mark.sizes(case[2].ranks), *more]) for case in cases]
+    params = []
+    for case in cases:
+        left_out = [pytest.mark.long] if case[2].ranks == 4 and case not in ON_FOUR else []
+        params.append(pytest.param(*case, marks=[pytest.mark.sizes(case[2].ranks), *more, *left_out]))
+    return params
 
 
 def alone(model, precision, settings=()):
