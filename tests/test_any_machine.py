@@ -53,6 +53,7 @@ def test_training_falls_back_to_the_cpu_and_says_why_in_one_line(gpus, cupy, why
     assert len(said) == 1 and said[0].startswith(f"running on the CPU: {why}"), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gpus, cupy, why", [pytest.param(1, False, WITHOUT_CUPY, marks=pytest.mark.long), (1, True, ONE_GPU)]
 )
@@ -98,6 +99,7 @@ def test_a_study_refuses_another_device_before_it_measures(tmp_path):
     assert refused.returncode == 2 and "argument --device: invalid choice: 'cuda' (choose from" in refused.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

@@ -74,6 +74,6 @@ def test_a_tally_makes_the_seconds_of_a_file(tmp_path):
     )
     taken = budget.seconds_of([tmp_path / "tally-2"])
     assert taken == {("tests/a.py", "2"): 1.75, ("tests/b.py", "2"): 0.001}
-    found = json.loads(budget.written(taken, {"usual": 9.0}, 1.5))
+    found = json.loads(budget.written(taken, {"usual": 9.0}, 1.5, ["commengine"]))
     assert found["seconds"] == {"tests/a.py": {"2": 1.8}} and found["calibration"] == 1.5
     assert found["lines"]["commengine"] == budget.lines_of("commengine") > 5000

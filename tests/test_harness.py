@@ -39,6 +39,7 @@ def job(tmp_path: Path):
     return job
 
 
+@pytest.mark.long
 def test_passing_ranks_exit_0(job):
     done, _ = job("def test_it(mpi_world):\n    assert mpi_world.allreduce(1) == 2\n", fresh=False)
     assert done.returncode == 0, done
@@ -155,6 +156,7 @@ def test_ranks_that_collect_different_tests_run_none(job):
     assert "collected different tests: test_it.py::test_it[0], test_it.py::test_it[1]" in done.stdout
 
 
+@pytest.mark.long
 def test_rank_that_cannot_import_its_tests_is_shown(job):
     done, seconds = job("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'no import'\n")
     assert done.returncode != 0
@@ -200,6 +202,7 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
     assert "SKIPPED" not in done.stdout
 
 
+@pytest.mark.long
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
     text = "@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n"
     done, _ = job(text, 2, "--where-size-matters", fresh=False)
@@ -219,6 +222,7 @@ def test_a_test_that_starts_a_command_must_be_marked_slow(job):
     assert "2 passed" in done.stdout, done
 
 
+@pytest.mark.long
 def test_timeout_leaves_no_process_behind(tmp_path: Path):
     (tmp_path / "sleeper.py").write_text(
         "import os, sys, time\nfrom mpi4py import MPI\n"

@@ -172,6 +172,7 @@ def test_without_a_gpu_nothing_is_run(repository):
     assert done.returncode == 2 and "torch finds no CUDA device here" in done.stderr
 
 
+@pytest.mark.long
 def test_a_stage_that_does_not_exist_fails(repository):
     done, summary = run(repository, "--dry-run", "--only", "helo", "live")
     assert done.returncode == 2 and "--only helo: live has no such stage" in summary
@@ -261,6 +262,7 @@ def test_a_hang_names_its_place(repository):
     assert summary.count("in wait_for_nothing") == 2 and "the other sitecustomize" in summary
 
 
+@pytest.mark.long
 def test_nccl_that_starts_only_without_its_own_memory_is_found_and_said(repository):
     program = repository / "starts.py"
     program.write_text("import os, sys\nsys.exit(os.environ.get('NCCL_CUMEM_ENABLE') != '0')\n")
@@ -293,6 +295,7 @@ def test_two_ranks_on_one_gpu_have_hosts_of_their_own(repository):
     assert "left out  live gpu_tests_2: two ranks on one GPU" in summary
 
 
+@pytest.mark.long
 def test_a_job_without_time_says_which_stages_did_not_run(repository):
     done, summary = run(repository, "--dry-run", "--only", "hello,raw_nccl", "live", JOB_SECONDS="16")
     assert done.returncode == 1
@@ -338,6 +341,7 @@ def install(carry, site):
     return mpirun.command(words, timeout=120, env={"PYTHON": sys.executable})
 
 
+@pytest.mark.long
 def test_libraries_of_a_wheel_are_installed_too(carry, tmp_path):
     """Pip --target leaves them out, and MPI's library is one. NCCL's library comes out of its pieces."""
     site = tmp_path / "site"
@@ -352,7 +356,7 @@ def test_libraries_of_a_wheel_are_installed_too(carry, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda piece: piece.write_bytes(b"wrong")], ids=["missing", "wrong"])
-@pytest.mark.parametrize("number", ["00", "01"])
+@pytest.mark.parametrize("number", [pytest.param("00", marks=pytest.mark.long), "01"])
 def test_missing_and_damaged_pieces_are_noticed(carry, tmp_path, damage, number):
     copied = shutil.copytree(carry, tmp_path / "carry")
     (piece,) = (copied / "nccl").glob(f"*.{number}")

@@ -246,6 +246,7 @@ def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
     assert "**fastest**" in out and "layouts divide" in out
 
 
+@pytest.mark.long
 def test_plan_searches_zero1_and_keeps_to_what_is_given(tmp_path, capsys):
     """64 A100: 8.3B whole on each with ZeRO-1 beats any split without it. Each given option holds for all rows."""
     argv = ("--plan", "--model", "8.3b", "--cluster", "dgx-a100", "--gpus", 64, "--global-batch-size", 512)

@@ -38,6 +38,7 @@ def test_uncaught_exception_ends_every_rank(job):
     assert 'raise ValueError("rank one gives up")' in done.stderr
 
 
+@pytest.mark.long
 def test_an_abort_does_not_wait_for_a_pipe_that_nobody_reads():
     program = """
 import os, sys
@@ -140,6 +141,7 @@ def test_returned_code_of_all_ranks(job):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_returned_code_of_one_rank_that_the_others_wait_for(job):
     done, seconds = job("if world.rank == 1: return 5\nworld.barrier()")
     assert_ended(done, seconds, 5)
@@ -205,6 +207,7 @@ def test_standard_output_that_is_closed_does_not_keep_the_others_waiting(job):
     assert_ended(done, seconds, 1)
 
 
+@pytest.mark.long
 def test_abort_on_error_in_a_program_that_is_not_ours(job):
     done, seconds = job(
         "if world.rank == 1: raise ValueError('mine')\nworld.barrier()",
@@ -353,9 +356,8 @@ def test_program_that_owns_mpi_and_lends_a_communicator(tmp_path):
     assert done.stdout.count("MPI is not running") == 2
 
 
-@pytest.mark.parametrize(
-    "busy", [pytest.param(False, marks=pytest.mark.long), True], ids=["idle stream", "busy stream"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "busy stream"])
 def test_program_that_ends_without_close(tmp_path, busy):
     """No hang and no crash, although a worker is waiting or in the middle of something."""
     (tmp_path / "careless.py").write_text(

@@ -127,6 +127,7 @@ def pair(solver: Path, ranks: tuple[int, int], sizes: str, output: Path, *words:
     return [tuple(map(float, row)) for row in re.findall(pattern, done.stdout)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_c_solver_and_the_network_exchange_fields(solver, tmp_path):
     found = pair(solver, (1, 1), "21 16 24 3", tmp_path / "a.png", "--steps", "2")

@@ -63,6 +63,7 @@ def recovered_from(words, delay_us, rate_mbit, results, check=lambda data: None)
     return right, found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_fit_recovers_delay_and_rate_from_a_ping_pong(tmp_path):
     results = tmp_path / "results.json"

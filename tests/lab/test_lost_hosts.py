@@ -27,6 +27,7 @@ comm.all_reduce(tensor)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(lab.is_open_mpi(), reason="Open MPI's launcher ends all ranks when one dies")
 @pytest.mark.parametrize("learns", ["at once", pytest.param("late", marks=pytest.mark.long)])
 def test_survivors_report_a_rank_that_died(tmp_path, learns):

@@ -231,7 +231,7 @@ def test_a_full_disk_leaves_the_older_data_set_and_is_not_the_inputs_fault(input
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", ["--train-bpe", "--train-wordpiece"])
+@pytest.mark.parametrize("training", ["--train-bpe", pytest.param("--train-wordpiece", marks=pytest.mark.long)])
 def test_a_word_of_a_megabyte_takes_no_longer_than_others(inputs: Path, here: Here, training: str) -> None:
     """Uncut, it takes minutes, and pytest's limit ends the test. The ids decode to it all the same."""
     draw = random.Random(1)
@@ -243,6 +243,7 @@ def test_a_word_of_a_megabyte_takes_no_longer_than_others(inputs: Path, here: He
         assert read(inputs / "out") == [word]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_ends_the_training_of_a_tokenizer_at_once(inputs: Path) -> None:
     """The library answers no signal while it trains; the status is 130, and there is one line."""
@@ -384,6 +385,7 @@ def stdlib_documents() -> list[str]:
     return list(stdlib_text.documents())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stdlib_text(stdlib_documents: list[str]) -> None:
     assert sum(map(len, stdlib_documents)) > 1_500_000
@@ -404,6 +406,7 @@ def test_from_stdlib(inputs: Path, here: Here, stdlib_documents: list[str], monk
     assert 0 < len(topics.intersection(found[-len(found) // 10 :])) < 20
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("wikitext-2-raw", "gpt2-bpe")
 def test_wikitext(tmp_path: Path) -> None:

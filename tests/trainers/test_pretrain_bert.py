@@ -116,6 +116,7 @@ def test_the_runs_have_unequal_counts_to_agree_on(data):
     assert {row.order for row in rows} == {0, 1, IGNORED}
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_bit_for_bit(runs, rows):
     for key in ("mlm_loss", "sop_loss", "grad_norm"):
         assert torch.equal(losses(runs, rows, "resumed again", key), losses(runs, rows, "2-1", key))

@@ -398,6 +398,7 @@ def test_rows_are_those_asked_for(learned, report, rows):
     assert evaluations[0]["validation_loss"] > evaluations[-1]["validation_loss"]
 
 
+@pytest.mark.long
 def test_what_an_fp16_run_says_of_its_loss_scale(short, rows):
     """It begins with a scale that truly overflows, and finds one that does not. The losses are not scaled."""
     outcome, folder = short["fp16"]

@@ -51,6 +51,7 @@ def test_the_error_names_the_command_that_makes_the_file(capsys):
     assert "its links are not measured" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_links(folder, capsys):
     """4 ranks send 2 x 3/4 of the bytes each: 96 of 64 MB, in 10 ms."""

@@ -36,7 +36,7 @@ def test_even_collectives_alone_predict_both_ways():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", "engine"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("engine", marks=pytest.mark.long)])
 def test_a_run(tmp_path, transport):
     words = ["--tokens", "16", "--hidden", "32", "--most", "2", "--time-limit", "0.02", "--transport", transport]
     files = ["--output", str(tmp_path / "e.md"), "--plot", str(tmp_path / "e.png"), "--json", str(tmp_path / "e.json")]

@@ -74,6 +74,7 @@ def test_nine_faulty_operators_give_wrong_numbers(tmp_path):
     assert "| no reduce | gradient | WRONG | 3 | each rank gives [1, 1]; gradient of rank " in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_operator_that_hangs_is_found_and_the_next_check_is_asked(tmp_path):
     checks = ["no grad", "twice"]
@@ -84,6 +85,7 @@ def test_an_operator_that_hangs_is_found_and_the_next_check_is_asked(tmp_path):
     assert [found["hangs without requires_grad", check].answer for check in checks] == ["hangs", "yes"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ours_are_right(tmp_path):
     names = ["broadcast", "all_gather", "scatter", "halo_exchange", "copy_to_tensor_parallel_region"]

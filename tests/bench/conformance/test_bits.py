@@ -150,6 +150,7 @@ def page(tmp_path_factory):
     return done, (folder / "bits.md").read_text(), folder / "bits.json"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_page_has_a_row_for_each_library(page):
     done, text, file = page

@@ -32,6 +32,7 @@ def test_a_block_hides_the_messages_beside_it():
     assert forward > 0 and backward > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

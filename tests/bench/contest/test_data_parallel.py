@@ -30,6 +30,7 @@ def test_options_choose_the_networks():
     assert (found.task, found.steps, found.items) == (ImageTask(width=8, pixels=16, global_batch_size=6), 3, 6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_our_contestant_has_the_losses_of_torch_with_a_batch_norm_for_each_part(mpi_world):

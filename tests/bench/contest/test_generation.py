@@ -55,6 +55,7 @@ def test_the_formula_has_each_size_once():
     assert generation.by_formula(SMALL) == {("all_reduce", 2 * 32 * 4): 5, ("all_gather", 2 * 16 * 2): 1}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("task", [SMALL, LLAMA], ids=lambda task: task.family)

@@ -40,6 +40,7 @@ def steps(folder):
     return {run.folder.name: [(row["mlm_loss"], row["grad_norm"]) for row in run.rows] for run in runs}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_study_goes_on_with_the_losses_of_one_that_was_not_stopped(world, folder):
@@ -85,6 +86,7 @@ def test_both_placements_start_from_the_same_weights_and_samples(world, folder):
     post.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_that_diverges_ends_alone_and_stays_ended(world, folder, monkeypatch):

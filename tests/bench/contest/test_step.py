@@ -10,6 +10,7 @@ from bench.contest import __main__ as command
 from bench.programs.step_task import StepTask
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names"),

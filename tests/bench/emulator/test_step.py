@@ -104,10 +104,10 @@ def test_a_step_of_the_real_trainer_takes_its_products_and_its_gradients(mpi_wor
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_model_parallel_size": 2},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long),
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"use_distributed_optimizer": True},
-        {"overlap_grad_reduce": True},
+        pytest.param({"use_distributed_optimizer": True}, marks=pytest.mark.long),
+        pytest.param({"overlap_grad_reduce": True}, marks=pytest.mark.long),
         {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "overlap_p2p_communication": True},
     ],
     ids=lambda one: "-".join(one),
@@ -155,6 +155,7 @@ def test_a_machine_of_other_ranks_is_an_error(mpi_world):
         pass
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_a_prediction_from_measurements_meets_the_run(mpi_world, tmp_path):

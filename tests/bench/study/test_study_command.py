@@ -171,6 +171,7 @@ def test_bad_options_are_one_error_on_every_rank(world, folder, words, message):
     assert not folder.exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_rank_that_a_signal_ends_ends_all_and_the_study_goes_on(number, tmp_path):

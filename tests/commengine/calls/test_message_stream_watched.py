@@ -20,7 +20,7 @@ SAID = "stage 1, forward of micro-batch 3"
     [
         "work.wait()",
         pytest.param("lane.synchronize()", marks=pytest.mark.long),
-        "timed.close()",
+        pytest.param("timed.close()", marks=pytest.mark.long),
         pytest.param("worker.synchronize()", marks=pytest.mark.long),
     ],
 )
@@ -83,6 +83,7 @@ work.wait()
     assert done.returncode != 0 and seconds < 20, (done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_a_late_sender_is_no_error(job):
     """Receives are posted early and not waited for, for longer than the timeout; other calls run meanwhile."""
     done, _ = job(

@@ -57,7 +57,7 @@ def results(comm, place):
         pytest.param("private", {}, marks=pytest.mark.long),
         pytest.param("private", {"order": "tree"}, marks=pytest.mark.long),
         ("private", {"order": "rank", "checked": True}),
-        ("window", {}),
+        pytest.param("window", {}, marks=pytest.mark.long),
     ],
 )
 def test_collectives_do_not_follow_torchs_defaults(mpi_world, place, how):

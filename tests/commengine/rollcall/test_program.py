@@ -29,7 +29,9 @@ def watched(ranks, *words):
     return [*job, str(mpirun.JOBS / "diverges.py"), *map(str, words)]
 
 
-@pytest.mark.parametrize("kind", SAYS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("sleep", "barrier") else [pytest.mark.long]) for kind in SAYS]
+)
 def test_the_odd_rank_is_named_first(kind, tmp_path):
     drawn = random.Random(kind)
     ranks = drawn.choice([3, 4])
@@ -39,6 +41,7 @@ def test_the_odd_rank_is_named_first(kind, tmp_path):
     assert re.match(rf"  rank {odd} \(\S+ process \d+\) {SAYS[kind]}", found.partition("\n")[2]), found
 
 
+@pytest.mark.long
 def test_a_slow_program_is_left_alone_and_its_results_are_its_own(tmp_path):
     """Each step is shorter than the time of a report. Nothing stays behind."""
     words = [word if word != str(EVERY) else "20" for word in watched(3, "slow", 0, 12)]

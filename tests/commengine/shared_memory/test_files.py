@@ -74,6 +74,7 @@ def test_ranks_in_namespaces_of_their_own_share_a_named_file(tmp_path, space):
     assert done.returncode == 0 and done.stdout.count("named True\n") == 2, done  # UCX tells of its own failures
 
 
+@pytest.mark.long
 @needs_mounts
 @pytest.mark.parametrize(
     ("megabytes", "way", "told"),

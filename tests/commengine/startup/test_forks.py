@@ -22,6 +22,7 @@ ENDS = {
 }
 
 
+@pytest.mark.long
 def test_children_of_both_ranks_of_a_bridge_end_by_themselves(job):
     """Bridge, its communicators, MPI's own end, `launch.run` and `job_end.abort`: none acts for the rank."""
     body = """

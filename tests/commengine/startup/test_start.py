@@ -22,6 +22,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.long
 @pytest.mark.skipif(is_open_mpi(), reason="Open MPI's ranks end by themselves when prterun dies")
 def test_the_ranks_end_with_the_proxy_that_started_them(tmp_path):
     (tmp_path / "program.py").write_text(

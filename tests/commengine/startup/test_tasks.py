@@ -24,6 +24,7 @@ def test_launcher_of_four_tasks_with_a_world_of_one(tmp_path, variable):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first_is_there", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_launcher_mismatch_is_said_once_whichever_task_starts_first(tmp_path, first_is_there):
     """When one task has failed, srun ends the others. So they wait for the first task, and speak if it is missing."""

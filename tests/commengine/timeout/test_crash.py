@@ -33,6 +33,7 @@ time.sleep(30)
     assert "Fatal Python error: Segmentation fault" in done.stderr and "in run" in done.stderr
 
 
+@pytest.mark.long
 def test_what_belongs_to_others_is_left_alone(job):
     """Whoever handles crashes already, a forked child, and the process after the communicator's end."""
     done, _ = job(

@@ -96,6 +96,7 @@ timed.all_reduce(torch.ones(1 << 20))
     assert seconds < 30
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_is_named_and_says_where_it_is(job):
     done, _ = job(
         WATCHED
@@ -200,6 +201,7 @@ def test_ranks_in_different_collectives_are_told_apart(job):
     assert "missing: rank 0, broadcast #1 (it is in barrier #1 instead)" in done.stderr
 
 
+@pytest.mark.long
 def test_without_threads_the_call_itself_raises(job):
     done, _ = job(
         """
@@ -217,6 +219,7 @@ timed.all_reduce(torch.ones(4))
     assert "\nmissing: rank 1, all_reduce #2 (it does not answer)\n" in done.stderr
 
 
+@pytest.mark.long
 def test_work_that_ends_in_time_is_left_alone(job):
     """Collectives that take long, but less than the timeout; an idle time that is longer; groups and streams."""
     done, _ = job(

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 EXAMPLES = mpirun.ROOT / "examples" / "bridge"
 SPLITS = [(1, 1), (2, 1), (1, 2)]
+#: make test has the one in which neither side has all points
+SOME_SPLITS = [pytest.param(ranks, marks=[] if ranks == (2, 1) else [pytest.mark.long]) for ranks in SPLITS]
 
 
 def wrapper(name, compiler):
@@ -49,7 +51,7 @@ def caller(heat, ranks, what, points=13, steps=9):
     return both(heat, ranks, sizes, str(mpirun.JOBS / "bridge_caller.py"), what, *sizes)
 
 
-@pytest.mark.parametrize("ranks", SPLITS)
+@pytest.mark.parametrize("ranks", SOME_SPLITS)
 def test_the_gradient_through_a_cpp_solver_is_torchs(heat, ranks):
     """To 1e-12, also of two calls in a row; and to 1e-6 the slope of the solver's own results."""
     done = mpirun.command(caller(heat, ranks, "gradient"), timeout=100)
@@ -58,6 +60,7 @@ def test_the_gradient_through_a_cpp_solver_is_torchs(heat, ranks):
     assert alone <= 1e-12 and twice <= 1e-12 and abs(slope) <= 1e-6
 
 
+@pytest.mark.long
 def test_a_thousand_calls_take_no_more_memory(heat):
     done = mpirun.command(caller(heat, (1, 1), "many", points=40), timeout=100)
     assert done.returncode == 0, done.stderr
@@ -66,7 +69,7 @@ def test_a_thousand_calls_take_no_more_memory(heat):
     assert before > 1e7 and growth < 4e6
 
 
-@pytest.mark.parametrize("victim", ["heat", "bridge_caller"])
+@pytest.mark.parametrize("victim", ["heat", pytest.param("bridge_caller", marks=pytest.mark.long)])
 def test_a_killed_program_ends_both(heat, victim):
     job = mpirun.start(caller(heat, (1, 1), "wait_for_a_kill"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -93,7 +96,7 @@ def test_an_error_in_one_program_ends_both_and_says_which(heat):
     assert "[rank 2] Traceback" in done.stderr and "a rank that calls the solver has failed" in done.stderr
 
 
-@pytest.mark.parametrize("way", ["forget", "leave"])
+@pytest.mark.parametrize("way", ["forget", pytest.param("leave", marks=pytest.mark.long)])
 def test_a_program_that_ends_without_closing_ends_both(heat, way):
     done = mpirun.command(caller(heat, (1, 1), way), timeout=30)
     assert done.returncode != 0 and "ends and has not closed its bridge: ending the job" in done.stderr
@@ -105,6 +108,7 @@ def test_programs_of_other_sizes_end_with_one_of_their_messages(heat):
     assert re.search(r"in the other program|the programs' fields are not the same", done.stderr)
 
 
+@pytest.mark.long
 def test_the_example_learns(heat, tmp_path):
     picture = tmp_path / "heating.png"
     words = [str(EXAMPLES / "heating.py"), "--points", "24", "--iterations", "100", "--output", str(picture)]
@@ -130,7 +134,7 @@ def test_calls_of_c_in_a_wrong_order_end_both(asks, calls):
     assert "bridge: rank 0 of its program: " in done.stderr and re.search(r"bridge_\w+ (comes|without)", done.stderr)
 
 
-@pytest.mark.parametrize("ranks", SPLITS)
+@pytest.mark.parametrize("ranks", SOME_SPLITS)
 def test_a_c_program_asks(asks, ranks):
     done = mpirun.command(both(asks, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60)
     assert done.returncode == 0, done.stderr

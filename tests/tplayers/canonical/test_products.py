@@ -105,7 +105,12 @@ def test_replicated(shards, alone, dtype, split):
 @pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
-    "sides", [(33, 33, 33), (40, 64, 40), (256, 96, 384), (64, 700, 130), (128, 2100, 65), (100, 513, 256)], ids=str
+    "sides",
+    [
+        *((33, 33, 33), (40, 64, 40), (256, 96, 384), (64, 700, 130)),
+        *(pytest.param(sides, marks=pytest.mark.long) for sides in ((128, 2100, 65), (100, 513, 256))),
+    ],
+    ids=str,
 )
 def test_products_in_one_batch_have_the_bits_that_they_have_in_its_parts(sides):
     m, k, n = sides

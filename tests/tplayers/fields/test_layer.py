@@ -322,7 +322,9 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [name if name != "UNet" else pytest.param(name, marks=pytest.mark.long) for name in COMPILED]
+)
 def test_the_compiler_takes_a_layer_before_its_first_call(mpi_world, name):
     """It runs between graphs, and compares the ranks' layers as without the compiler."""
     with Communicator(mpi_world, device="cpu", timeout=60) as comm:

@@ -86,7 +86,7 @@ def derivative(
     return found
 
 
-@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_derivatives_are_torchs(mpi_world, name, order):
     """By all leaves and by single ones, first and last: the graph of a linear loss of one leaf is the smallest."""

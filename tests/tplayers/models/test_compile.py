@@ -47,7 +47,7 @@ def compare(comm, module, inputs, backend, **tolerance):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "bert" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+    "kind", [kind if kind == "gpt" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
 def test_model(group, kind):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
@@ -59,6 +59,7 @@ def test_model(group, kind):
     assert compiled == eager
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_block_with_full_recompute(group):
     """The compiler drops a replayed collective whose result nothing reads, and adds none."""

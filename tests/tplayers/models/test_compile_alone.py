@@ -73,7 +73,7 @@ def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_graph_has_the_operators(itself, sequence_parallel):
     """Each collective that eager runs, forward and backward, is one operator. The values are equal bit for bit."""
     recording = Recording()

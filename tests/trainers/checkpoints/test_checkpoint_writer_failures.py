@@ -81,7 +81,14 @@ def stop_at(number, error, *, once=False):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize(("case", "background"), [("first", False), ("same name", False), ("second", True)])
+@pytest.mark.parametrize(
+    ("case", "background"),
+    [
+        pytest.param("first", False, marks=pytest.mark.long),
+        pytest.param("same name", False, marks=pytest.mark.long),
+        ("second", True),
+    ],
+)
 def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background):
     """Then the same command goes on, and its next save leaves nothing behind of the one that was cut."""
     this = made(alone, 1)
@@ -110,7 +117,7 @@ def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize(("again", "background"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("again", "background"), [(True, False), pytest.param(False, True, marks=pytest.mark.long)])
 def test_an_error_at_any_change_of_any_rank_is_one_error_on_all(world, folder, again, background):
     """again: the new checkpoint has the name of the old one, which another run left."""
     this = made(world, world.size)
@@ -165,6 +172,7 @@ def test_nothing_but_what_failed_is_removed(world, folder):
 SIZES = (8, 120, 240, 400, 690)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_one_error_and_it_goes_on_when_there_is_room(tmp_path, pretrain, mock, rows):
     """With MPI-IO a rank whose write failed was waited for in a collective of the file, for ever (8k, 120k, ...)."""

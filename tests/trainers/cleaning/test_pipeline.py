@@ -45,6 +45,7 @@ def six_hundred():
     return texts, *wanted(texts)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2)

@@ -31,6 +31,7 @@ def small() -> Tokenizer:
     return Tokenizer.train_wordpiece(texts, 120)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_same_texts_give_the_same_vocabulary_in_another_process(small: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "here.json").write_bytes(small.to_bytes())

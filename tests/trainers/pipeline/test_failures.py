@@ -37,6 +37,7 @@ launch.run(main)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "fault", "code", "words"),
     [

@@ -19,7 +19,7 @@ LLAMA = [
 WAYS = ("a2a", "p2p", "all_gather")
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama", "bert"))])
 def test_a_run_is_that_of_one_rank(pretrain, mock, rows, tmp_path, kind):
     command = "pretrain_bert" if kind == "bert" else "pretrain_gpt"
     words = [*mock, *SIZES, *(LLAMA if kind == "llama" else [])]
@@ -58,7 +58,7 @@ def test_a_run_is_that_of_one_rank(pretrain, mock, rows, tmp_path, kind):
         assert measured(tmp_path / name, rows) == pytest.approx(later, rel=1e-5), name
 
 
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt", marks=pytest.mark.long), "bert"])
 def test_a_deterministic_run_has_the_bits_and_the_text_of_one_rank(pretrain, mock, rows, tmp_path, kind):
     """Its evaluations and its text go through the same layers, in lengths that the parts do not divide."""
     command = "pretrain_bert" if kind == "bert" else "pretrain_gpt"

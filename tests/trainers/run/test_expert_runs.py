@@ -56,6 +56,7 @@ def test_a_run_is_that_of_one_rank(runs, rows, name):
     assert row["weights_digest"] > 0 and row["expert_model_parallel_size"] == report["expert_model_parallel_size"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_another_layout(runs, pretrain, mock, rows, tmp_path):
     """From one rank to expert groups, back, and from one kind to another. The moments go along."""
     words = [*mock, *EXPERTS, *EVALUATED]

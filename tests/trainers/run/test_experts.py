@@ -53,6 +53,7 @@ def test_a_picture(tmp_path, rows):
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_counts_the_tokens_of_all_ranks(pretrain, mock, rows, tmp_path):
     """Each of 8 x 16 tokens of a step has 2 of the experts of each layer, wherever it and they are."""

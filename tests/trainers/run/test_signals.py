@@ -140,7 +140,12 @@ def interrupted_imports(tmp_path, code, command, *words):
     "command",
     [
         *(f"trainers.{name}" for name in ("evaluate", "generate", "prepare_corpus", "convert", "preprocess_data")),
-        *("trainers.compare", "trainers.supervise", "bench.doctor", "bench.study"),
+        *(
+            "trainers.compare",
+            "trainers.supervise",
+            pytest.param("bench.doctor", marks=pytest.mark.long),
+            "bench.study",
+        ),
     ],
 )
 def test_ctrl_c_during_the_imports_of_any_command(tmp_path, command):

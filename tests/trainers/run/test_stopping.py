@@ -112,6 +112,7 @@ def started(*words):
     return mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher(tmp_path, mock, name):

@@ -43,6 +43,7 @@ def test_the_ranks_count_each_token_once(
         unigram.text_counts(samples, 30, world)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_long_count_is_within_the_timeout(
     mpi_world: Any, samples: TokenSamples, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ print(*heard)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("whom", "heard"), [("group", "heard"), ("process", "")])
+@pytest.mark.parametrize(("whom", "heard"), [("group", "heard"), pytest.param("process", "", marks=pytest.mark.long)])
 def test_a_signal_says_nothing_about_the_file(tmp_path, whom, heard):
     """This process hears it, as it does elsewhere, and the file is not blamed."""
     (tmp_path / "tokenizer.json").touch()

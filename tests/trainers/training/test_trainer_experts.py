@@ -48,8 +48,16 @@ def layouts(world, **options):
         made.close()
 
 
-@pytest.mark.parametrize("more", [{}, SHARED], ids=["chosen", "shared"])
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{name}", marks=[] if usual else [pytest.mark.long])
+        for *case, name, usual in (
+            *(("ulysses", {}, "chosen", False), ("ulysses", SHARED, "shared", True)),
+            *(("ring", {}, "chosen", True), ("ring", SHARED, "shared", False)),
+        )
+    ],
+)
 def test_steps_in_float64(mpi_world, itself, method, more):
     """Recomputation routes as the first pass did."""
     options = {**EXPERTS, **more}
@@ -81,6 +89,7 @@ def test_twenty_steps_in_float64(mpi_world, itself):
             small_runs.require_steps(made, truth, case)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.sizes(2)  # its layouts of four ranks take a minute; test_steps_in_float64 has one of each kind
 def test_losses_in_float32(mpi_world, itself):

@@ -107,7 +107,6 @@ def test_losses_agree_at_every_layout_and_in_every_mode(world, alone, trainer, s
 @pytest.mark.parametrize(
     ("precision", "names"),
     [
-        ("fp32", [name for name in LAYERS if name != "compiled"]),  # "everything" compiles, too
         ("bf16", ["everything"]),
         *(pytest.param(precision, [*LAYERS], marks=pytest.mark.long) for precision in PRECISIONS),
     ],

@@ -199,6 +199,7 @@ def without_lock(files):
     return {path: value for path, value in files.items() if not re.search(r"-tmp/run\.lock\.[0-9a-f]{32}$", path)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -54,7 +54,9 @@ def first_gpt2(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [byte_level, wordpiece, cased, first_gpt2])
+@pytest.mark.parametrize(
+    "write", [byte_level, *(pytest.param(one, marks=pytest.mark.long) for one in (wordpiece, cased, first_gpt2))]
+)
 def test_the_written_tokenizer_gives_our_ids(tmp_path, lines, write):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "in").mkdir()
