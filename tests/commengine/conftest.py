@@ -42,9 +42,9 @@ def stream(mpi_world):
 
 @pytest.fixture
 def job(tmp_path):
-    """Run ``body`` as ``main(world)`` of a job: (the finished process, the seconds it took)."""
+    """Run ``body`` as ``main(world)`` of a job: (the finished process, its seconds). fresh: as for `mpirun.run`."""
 
-    def job(body, n=2, env=None, program="launch.run(main)"):
+    def job(body, n=2, env=None, program="launch.run(main)", fresh=False):
         path = tmp_path / "program.py"
         path.write_text(
             "import os, signal, sys, time\n"
@@ -56,7 +56,7 @@ def job(tmp_path):
             + f"\n{program}\n"
         )
         began = time.monotonic()
-        done = mpirun.run(n, str(path), env=env, timeout=40, fresh=True)
+        done = mpirun.run(n, str(path), env=env, timeout=40, fresh=fresh)
         return done, time.monotonic() - began
 
     return job

@@ -163,7 +163,7 @@ def test_ctrl_c_on_one_rank(job):
 
 
 def test_killed_rank(job):
-    done, seconds = job("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nworld.barrier()")
+    done, seconds = job("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nworld.barrier()", fresh=True)
     assert done.returncode != 0 and seconds < GONE_S
 
 

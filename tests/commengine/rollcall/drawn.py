@@ -32,7 +32,7 @@ SECONDS = 150.0
 
 def first_report(words: list[str], cwd: Path, seconds: float = 100) -> str:
     """What a job writes until its first report is complete; then the job is stopped."""
-    job = mpirun.start(words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    job = mpirun.start(words, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, fresh=False)
     found, deadline = "", time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:

@@ -45,7 +45,7 @@ def test_the_odd_rank_is_named_first(kind, tmp_path):
 def test_a_slow_program_is_left_alone_and_its_results_are_its_own(tmp_path):
     """Each step is shorter than the time of a report. Nothing stays behind."""
     words = [word if word != str(EVERY) else "20" for word in watched(3, "slow", 0, 12)]
-    done = mpirun.command(words, timeout=120, cwd=tmp_path)
+    done = mpirun.command(words, timeout=120, cwd=tmp_path, fresh=False)
     assert done.returncode == 0 and "rollcall" not in done.stderr, done.stderr
     assert done.stdout.count("is through") == 3
     assert not list(tmp_path.iterdir())
@@ -55,12 +55,12 @@ def test_a_short_program_ends_with_its_own_words(tmp_path):
     short = tmp_path / "short.py"
     short.write_text("raise SystemExit('bad input')")
     words = [mpirun.mpiexec(), "-n", "2", sys.executable, "-m", "commengine.rollcall", str(short)]
-    done = mpirun.command(words, timeout=60, cwd=tmp_path)
+    done = mpirun.command(words, timeout=60, cwd=tmp_path, fresh=False)
     assert done.returncode == 1 and done.stderr.replace("\n", "") == "bad input" * 2
 
 
 def test_a_wrong_option_is_named(tmp_path):
     words = [sys.executable, "-m", "commengine.rollcall"]
     for more, named in ((["none.py"], "none.py: must be a Python file"), (["--every", "0", __file__], "at least 0.5")):
-        done = mpirun.command([*words, *more], timeout=60, cwd=tmp_path)
+        done = mpirun.command([*words, *more], timeout=60, cwd=tmp_path, fresh=False)
         assert done.returncode == 2 and named in done.stderr

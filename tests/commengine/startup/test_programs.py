@@ -36,7 +36,7 @@ def programs(path, *argv):
     """``mpiexec -n 2 PROGRAM : -n 1 PROGRAM``."""
     path.write_text(PROGRAM)
     one = [sys.executable, str(path), *argv]
-    return mpirun.command([mpirun.mpiexec(), "-n", "2", *one, ":", "-n", "1", *one], timeout=60)
+    return mpirun.command([mpirun.mpiexec(), "-n", "2", *one, ":", "-n", "1", *one], timeout=60, fresh=False)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_two_programs_of_one_launcher_at_a_thread_level(tmp_path, level):
 
 def job(path, text, n=2):
     path.write_text("import time\nfrom mpi4py import MPI\nfrom commengine import launch\n" + textwrap.dedent(text))
-    return mpirun.run(n, str(path), timeout=60, fresh=True)
+    return mpirun.run(n, str(path), timeout=60)
 
 
 @pytest.mark.slow

@@ -4,8 +4,14 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def has_long_tests(request: pytest.FixtureRequest) -> bool:
+    """Whether the tests that are to run have one of the file of a fixture that is marked ``long``."""
+    return any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items)
 
 
 class Runs:

@@ -54,7 +54,7 @@ def caller(heat, ranks, what, points=13, steps=9):
 @pytest.mark.parametrize("ranks", SOME_SPLITS)
 def test_the_gradient_through_a_cpp_solver_is_torchs(heat, ranks):
     """To 1e-12, also of two calls in a row; and to 1e-6 the slope of the solver's own results."""
-    done = mpirun.command(caller(heat, ranks, "gradient"), timeout=100)
+    done = mpirun.command(caller(heat, ranks, "gradient"), timeout=100, fresh=False)
     assert done.returncode == 0, done.stderr
     alone, twice, slope = map(float, re.search(r"ERRORS (\S+) (\S+) (\S+)", done.stdout).groups())
     assert alone <= 1e-12 and twice <= 1e-12 and abs(slope) <= 1e-6
@@ -62,7 +62,7 @@ def test_the_gradient_through_a_cpp_solver_is_torchs(heat, ranks):
 
 @pytest.mark.long
 def test_a_thousand_calls_take_no_more_memory(heat):
-    done = mpirun.command(caller(heat, (1, 1), "many", points=40), timeout=100)
+    done = mpirun.command(caller(heat, (1, 1), "many", points=40), timeout=100, fresh=False)
     assert done.returncode == 0, done.stderr
     growth, before = map(int, re.search(r"GROWTH (\S+) (\S+)", done.stdout).groups())
     # A call that is kept has 9 states of 12,800 bytes: 700 of them would be 80 MB.
@@ -91,19 +91,19 @@ def test_a_killed_program_ends_both(heat, victim):
 
 
 def test_an_error_in_one_program_ends_both_and_says_which(heat):
-    done = mpirun.command(caller(heat, (1, 2), "fail"), timeout=60)
+    done = mpirun.command(caller(heat, (1, 2), "fail"), timeout=60, fresh=False)
     assert done.returncode != 0
     assert "[rank 2] Traceback" in done.stderr and "a rank that calls the solver has failed" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["forget", pytest.param("leave", marks=pytest.mark.long)])
 def test_a_program_that_ends_without_closing_ends_both(heat, way):
-    done = mpirun.command(caller(heat, (1, 1), way), timeout=30)
+    done = mpirun.command(caller(heat, (1, 1), way), timeout=30, fresh=False)
     assert done.returncode != 0 and "ends and has not closed its bridge: ending the job" in done.stderr
 
 
 def test_programs_of_other_sizes_end_with_one_of_their_messages(heat):
-    done = mpirun.command(caller(heat, (1, 1), "other points"), timeout=60)
+    done = mpirun.command(caller(heat, (1, 1), "other points"), timeout=60, fresh=False)
     assert done.returncode != 0
     assert re.search(r"in the other program|the programs' fields are not the same", done.stderr)
 
@@ -112,7 +112,7 @@ def test_programs_of_other_sizes_end_with_one_of_their_messages(heat):
 def test_the_example_learns(heat, tmp_path):
     picture = tmp_path / "heating.png"
     words = [str(EXAMPLES / "heating.py"), "--points", "24", "--iterations", "100", "--output", str(picture)]
-    done = mpirun.command(both(heat, (1, 1), ("24", "10"), *words), timeout=150)
+    done = mpirun.command(both(heat, (1, 1), ("24", "10"), *words), timeout=150, fresh=False)
     assert done.returncode == 0, done.stderr
     found = [float(one) for one in re.findall(r"wrong by (\S+)", done.stdout)]
     assert found[1] < found[0] and found[2] < found[3] and picture.stat().st_size > 5000
@@ -136,7 +136,7 @@ def test_calls_of_c_in_a_wrong_order_end_both(asks, calls):
 
 @pytest.mark.parametrize("ranks", SOME_SPLITS)
 def test_a_c_program_asks(asks, ranks):
-    done = mpirun.command(both(asks, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60)
+    done = mpirun.command(both(asks, ranks, (), str(mpirun.JOBS / "bridge_answers.py")), timeout=60, fresh=False)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"ERROR (\S+)", done.stdout)[1]) < 1e-5
     assert "ASKED call call gradient gradient call 1 2 2 2 1" in done.stdout

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import mpirun
+from tests.support.training.runs import has_long_tests
 from trainers.checkpoints import pointer
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS = {"1x1": (1, 1), "2x1": (2, 2), "2x2": (4, 2)}  # TP x DP: ranks, TP
+LONG = ("2x2",)  # those of them that only make test-long resumes
 LAST = "iter_0000020"
 TRAIN = ["--train-iters", "20", "--lr", "1e-2", "--lr-warmup-iters", "3", "--weight-decay", "0.1"]
 
@@ -44,11 +46,17 @@ launch.run(pretrain_gpt.main)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory, pretrain, base):
+def layouts(request):
+    """Those of LAYOUTS that are resumed."""
+    return {name: layout for name, layout in LAYOUTS.items() if name not in LONG or has_long_tests(request)}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, pretrain, base, layouts):
     """Runs of 20 steps, runs that stop after 10, and one that died while it saved step 20."""
     root = tmp_path_factory.mktemp("checkpoints")
     commands = []
-    for name, (n, tensor) in LAYOUTS.items():
+    for name, (n, tensor) in layouts.items():
         split = ["--tensor-model-parallel-size", str(tensor)]
         commands.append((n, [*base, *split, "--save", root / f"straight-{name}"]))
         commands.append((n, [*base, *split, "--save", root / f"halves-{name}", "--exit-interval", "10"]))
@@ -65,7 +73,7 @@ def stopped(tmp_path_factory, pretrain, base):
 
 
 @pytest.fixture(scope="module")
-def ended(stopped, pretrain, base, tmp_path_factory):
+def ended(stopped, pretrain, base, layouts, tmp_path_factory):
     """The outcomes of other processes that went on with these folders, or were refused."""
     torn = stopped / "torn-1x1"
     shutil.copytree(stopped / "halves-1x1", torn)
@@ -73,7 +81,7 @@ def ended(stopped, pretrain, base, tmp_path_factory):
         file.write('{"iteration": 11, "lm_loss": 1.0}\n{"iteration": 12, "lm_lo')
     shutil.copytree(stopped / "halves-2x1", stopped / "other-tp")
     commands = {}
-    for name, (n, tensor) in LAYOUTS.items():
+    for name, (n, tensor) in layouts.items():
         folder = stopped / f"halves-{name}"
         split = ["--tensor-model-parallel-size", str(tensor), "--exit-interval", "10"]  # 20 is a multiple, too
         commands[f"halves-{name}"] = (n, [*base, *split, "--load", folder, "--save", folder])
@@ -105,7 +113,9 @@ def same_rows(rows, one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [name if name not in LONG else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
 def test_resuming_is_bit_for_bit(stopped, resumed, rows, name):
     straight, halves = stopped / f"straight-{name}", stopped / f"halves-{name}"
     assert f"starting from iteration 10 of {halves}" in resumed[f"halves-{name}"].err[0]
@@ -176,7 +186,7 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(stopped, resumed, rows):
 
 @pytest.mark.slow
 def test_the_files_say_what_they_are_and_nothing_is_pickled(stopped):
-    folder = stopped / "straight-2x2"
+    folder = stopped / "straight-2x1"
     assert sorted(path.name for path in (folder / LAST).iterdir()) == [
         "checksums",
         "hf",

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.finetuning import toy_tasks
+from tests.support.training.runs import has_long_tests
 from trainers.checkpoints import pointer
 
 pytestmark = pytest.mark.slow
@@ -55,8 +56,15 @@ def predicted(root, ranks):
     return root / f"predicted {ranks}"
 
 
+#: the commands of tests that only make test-long runs
+LONG = (
+    "no pooler", "new pooler", "qqp", "squad", "squad2", "from transformers", "predict squad2", "predict race middle",
+    "without a folder", "seeds", "seeds again", "ensemble",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def outcomes(root, pretrain, tiny):
+def outcomes(root, pretrain, tiny, request):
     """How each command ended, by its name. A run is in the folder of its name in ``root``."""
     vocab = ["--tokenizer-model", root / "vocab.txt"]
 
@@ -118,6 +126,9 @@ def outcomes(root, pretrain, tiny):
     left = [word.replace("stopped seeds", "left seeds") for word in left]
     commands["left seeds"] = (1, left, "finetune", [["step", 1, 0, "TERM"]])
     damaged(root)
+    if not has_long_tests(request):
+        missing = {f"refused: {name}" for name, (given, _) in REFUSED.items() if "{root}/squad2" in given}
+        commands = {name: command for name, command in commands.items() if name not in {*LONG, *missing}}
     listed = [(ranks, words, *more[1:]) for ranks, words, *more in commands.values()]
     kinds = [more[0] if more else "finetune" for _, _, *more in commands.values()]
     found = dict(zip(commands, pretrain(*listed, command=kinds), strict=True))
@@ -134,7 +145,9 @@ def report(root, name):
 # What it learns ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(
+    "name", [name if name not in LONG else pytest.param(name, marks=pytest.mark.long) for name in TOYS]
+)
 def test_a_toy_of_each_task_is_learnt(outcomes, root, rows, name):
     found = report(root, name)
     measure, whole = ("f1", 100) if "squad" in name else ("accuracy", 1)
@@ -150,6 +163,7 @@ def test_a_toy_of_each_task_is_learnt(outcomes, root, rows, name):
     assert f"kept {measure}" in (root / name / "report.txt").read_text()
 
 
+@pytest.mark.long
 def test_measures_of_parts(outcomes, root, rows):
     (mnli, *_), (race, *_) = (rows(root / name, "validation_accuracy") for name in ("mnli", "race"))
     assert {"validation_accuracy/matched", "validation_loss/mismatched"} <= set(mnli)
@@ -167,6 +181,7 @@ def test_the_encoder_begins_with_the_pretrained_values(outcomes, root):
     assert all((after[name] - before[name]).abs().max() < 0.01 for name in shared)  # 5 steps of at most 1e-3
 
 
+@pytest.mark.long
 def test_a_bert_of_transformers_is_tuned_alike_and_handed_back(outcomes, root):
     """The run of its folder hf has the same parameters; their folders are models of the task's classes."""
     transformers = pytest.importorskip("transformers")
@@ -187,6 +202,7 @@ def test_a_bert_of_transformers_is_tuned_alike_and_handed_back(outcomes, root):
     assert json.loads(next((root / "1-1").glob("*/hf/config.json")).read_text())["label2id"]["neutral"] == 2
 
 
+@pytest.mark.long
 def test_a_pooler_that_the_pretrained_model_lacks_is_new_and_said(outcomes, root):
     said = outcomes["new pooler"].err
     assert "no pooler: has no pooler (--bert-no-binary-head), so the one" in said[0] and said[1] == ""
@@ -237,6 +253,7 @@ def test_a_run_that_goes_back_behind_its_best_checkpoint_marks_the_best_one_that
     assert not (folder / "iter_0000008").exists()
 
 
+@pytest.mark.long
 def test_a_run_without_a_folder_says_that_it_keeps_nothing(outcomes):
     found = outcomes["without a folder"]
     assert found.err[0].count("without --save DIR no checkpoint is kept") == 1
@@ -271,6 +288,7 @@ def test_accuracy_is_the_same_on_three_and_four_data_ranks(outcomes, root, pretr
         assert len({(predicted(root, ranks) / name).read_text() for ranks in (1, 3, 4)}) == 1
 
 
+@pytest.mark.long
 def test_predictions_of_squad(outcomes, root):
     """At another layout than the training's, with the threshold of the best checkpoint."""
     folder = root / "squad2" / "predictions_dev"
@@ -294,12 +312,14 @@ def test_predictions_of_a_test_split(outcomes, root):
     assert sum(a == b for a, b in pairs) >= 0.95 * len(pairs)
 
 
+@pytest.mark.long
 def test_predictions_of_one_level_by_a_run_of_both(outcomes, root):
     answers = json.loads((root / "race middle" / "RACE.json").read_text())
     assert answers and all(name.startswith("middle/") for name in answers)
     assert json.loads((root / "race middle" / "measures.json").read_text()).keys() == {"accuracy"}
 
 
+@pytest.mark.long
 def test_seeds(outcomes, root):
     """Three runs, their median, its predictions; the same command again trains nothing and says the same."""
     found = json.loads((root / "seeds" / "seeds.json").read_text())
@@ -314,6 +334,7 @@ def test_seeds(outcomes, root):
     assert outcomes["seeds"].out[1] == ""
 
 
+@pytest.mark.long
 def test_an_ensemble(outcomes, root):
     measures = json.loads((root / "together" / "measures.json").read_text())
     found = json.loads((root / "seeds" / "seeds.json").read_text())
@@ -463,7 +484,13 @@ def test_a_stop_of_a_seed_says_how_all_go_on(outcomes, root):
     assert f"stopped by SIGTERM after step 1 of 3; the checkpoint is saved, {options}" in outcomes["left seeds"].err[0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if "{root}/squad2" in given else [])
+        for name, (given, _) in REFUSED.items()
+    ],
+)
 def test_refused_with_one_line_on_rank_zero(outcomes, name):
     """All of them run on two ranks."""
     outcome, patterns = outcomes[f"refused: {name}"], REFUSED[name][1]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.support.training.runs import measured, weights
+from tests.support.training.runs import has_long_tests, measured, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,15 +27,18 @@ LAYOUTS = {
     "pipeline": (4, ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]),
     "context": (4, ["--expert-model-parallel-size", "2", "--context-parallel-size", "2"]),
 }  # fmt: skip
+#: those of them that make test runs
+USUAL = ("two", "zero1", "tensor")
 
 
 @pytest.fixture(scope="module")
-def runs(pretrain, mock, tmp_path_factory):
+def runs(pretrain, mock, tmp_path_factory, request):
     """The folders of the runs, by name."""
     root = tmp_path_factory.mktemp("experts")
     words = [*mock, *EXPERTS, *EVALUATED, "--check-replicas", "1", "--log-digests", "--save-interval", "2"]
     words[words.index("--sample-tokens") + 1] = "4"
-    every = {"one": (1, []), **LAYOUTS}
+    all_of_them = has_long_tests(request)
+    every = {"one": (1, [])} | {name: case for name, case in LAYOUTS.items() if name in USUAL or all_of_them}
     commands = [(ranks, [*words, *more, "--save", root / name]) for name, (ranks, more) in every.items()]
     outcomes = pretrain(*commands, timeout=300)
     for name, outcome in zip(every, outcomes, strict=True):
@@ -43,7 +46,9 @@ def runs(pretrain, mock, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
 def test_a_run_is_that_of_one_rank(runs, rows, name):
     truth = measured(runs / "one", rows)
     assert len(truth) > 16
