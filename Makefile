@@ -164,7 +164,7 @@ test-quick: $(STAMP)
 	$(BIN)/python tests/run --quick $(ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python tests/run --long $(ARGS)
+	$(BIN)/python tests/run --long --go-on runs/test-long $(ARGS)
 
 ON_DEVICE := tests/commengine/device tests/trainers/pipeline/test_schedule_device.py \
 	tests/tplayers/context/test_exchanges_device.py

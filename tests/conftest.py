@@ -61,12 +61,16 @@ def begin(config: pytest.Config) -> None:
 
         rank = MPI.COMM_WORLD.rank
         config.pluginmanager.register(Lockstep(config), "lockstep")
-    # Both variables are removed, so that a pytest inside a test is not a part of this run.
-    tally, queue = os.environ.pop("TESTS_TALLY", None), os.environ.pop("TESTS_QUEUE", None)
+    # These variables are removed, so that a pytest inside a test is not a part of this run.
+    tally, queue, passed = (os.environ.pop(f"TESTS_{name}", None) for name in ("TALLY", "QUEUE", "PASSED"))
     if tally and rank == 0:
         from tests.support.running.tally import Tally
 
         config.pluginmanager.register(Tally(tally), "tally")
+    if passed:
+        from tests.support.running.passed import Passed
+
+        config.pluginmanager.register(Passed(passed), "passed")
     if queue:
         from tests.support.running.distribution import Queue
 

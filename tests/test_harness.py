@@ -325,6 +325,27 @@ def test_tests_run_names_the_test_in_which_a_run_ended_early(tmp_path):
     assert re.match(r"serial tests: ended early with exit status 3, unfinished: \S+::test_dies$", early)
 
 
+def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path):
+    """What failed, and what did not begin, runs again; what passed counts, until a file changes."""
+    (tmp_path / "test_it.py").write_text(
+        f"import os, pathlib\nnotes = pathlib.Path({str(tmp_path / 'notes')!r})\n"
+        "def note(word):\n    notes.open('a').write(word)\n\n"
+        "def test_good():\n    note('g')\n\n"
+        "def test_bad():\n    note('b')\n    assert notes.read_text().count('b') > 1\n\n"
+        "def test_dies():\n    note('d')\n    os._exit(0) if notes.read_text().count('d') == 1 else None\n"
+    )
+    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), "--confcutdir", str(HERE),
+            "-p", "tests.conftest", "-n0", "--go-on", str(tmp_path / "kept"), str(tmp_path)]  # fmt: skip
+    done = [mpirun.command(argv, timeout=60, env={"RANKS": "0"}) for _ in range(2)]
+    assert [one.stdout.splitlines()[-1] for one in done] == [
+        "1 passed, 2 failed, 0 skipped", "3 passed, 0 failed, 0 skipped",
+    ], done  # fmt: skip
+    assert (tmp_path / "notes").read_text() == "gbdbd"
+    (tmp_path / "kept" / "tree").write_text("of other files")
+    assert mpirun.command(argv, timeout=60, env={"RANKS": "0"}).returncode == 0
+    assert (tmp_path / "notes").read_text() == "gbdbdgbd"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_tests_run_ends_its_pytest_when_it_is_killed(tmp_path, number):
     """Else the tests would go on, with nobody to read their output."""
