@@ -16,23 +16,17 @@ INDEPENDENT = (
     "tests/lab/test_emulated_hosts.py",
     "tests/test_harness.py",
 )
-#: files whose jobs keep four ranks busy; two such jobs at once on two cores take longer than one after the other
-BUSY = (
-    "tests/bench/test_collectives.py",
-    "tests/commengine/shared_memory/test_sequence.py",
-    "tests/trainers/checkpoints/test_checkpoint.py",
-    "tests/trainers/checkpoints/test_run_folder.py",
-    "tests/trainers/test_pretrain_bert.py",
-    "tests/trainers/test_pretrain_gpt.py",
-    "tests/trainers/training/test_trainer_losses_agree.py",
-)
+#: files whose jobs keep four ranks busy; two such jobs at once on two cores take longer than one after the other. Those
+#: with tests that ask for the fixture ``pretrain``, which has such a job, are among them.
+BUSY = ("tests/bench/test_collectives.py", "tests/commengine/shared_memory/test_sequence.py")
 
 
 class Queue:
     """The plugin: a process takes the next tests when it is done with those before, from a number in the file ``path``.
 
     One process gets all tests of a file, so that the fixtures of the file are made once. The tests of the files in
-    INDEPENDENT are given out one by one, because they mostly wait. One process runs all files in BUSY.
+    INDEPENDENT are given out one by one, because they mostly wait. One process runs all files that keep four ranks
+    busy.
     """
 
     def __init__(self, path: str) -> None:
@@ -77,20 +71,15 @@ def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     """The tests that one process runs one after the other; the groups that take longest come first."""
     known: dict[str, dict[str, float]] = budget.read()["seconds"]
     files = [item.nodeid.partition("::")[0] for item in items]
+    busy = {file for item, file in zip(items, files, strict=True) if "pretrain" in getattr(item, "fixturenames", ())}
+    busy.update(BUSY)
     tests = Counter(files)
     groups: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     seconds: Counter[str] = Counter()
     for item, file in zip(items, files, strict=True):
-        groups[_name(item)].append(item)
+        name = item.nodeid if file in INDEPENDENT else "busy" if file in busy else file
+        groups[name].append(item)
         of_file = known.get(file, {}).get("1" if item.get_closest_marker("mpi") else "0")
         guess = 0.5 if item.get_closest_marker("slow") else 0.01
-        seconds[_name(item)] += guess if of_file is None else of_file / tests[file]  # type: ignore[assignment]
-    return sorted(groups.values(), key=lambda group: -seconds[_name(group[0])])
-
-
-def _name(item: pytest.Item) -> str:
-    """The name of the tests that are given out together with this one."""
-    file = item.nodeid.partition("::")[0]
-    if file in INDEPENDENT:
-        return item.nodeid
-    return "busy" if file in BUSY else file
+        seconds[name] += guess if of_file is None else of_file / tests[file]  # type: ignore[assignment]
+    return [groups[name] for name, _ in seconds.most_common()]
