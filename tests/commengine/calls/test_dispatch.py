@@ -336,6 +336,7 @@ launch.run(main)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_rank_sent_before_it_ended_arrives():
     done = mpirun.run(2, "-c", ENDED, fresh=True)
