@@ -194,16 +194,8 @@ class Stream:
         """
         lent = object.__new__(type(self))
         lent.__dict__ = self.__dict__
-        weakref.finalize(lent, self._let_go).atexit = False
+        weakref.finalize(lent, _let_go, weakref.ref(self)).atexit = False
         return lent
-
-    def _let_go(self) -> None:
-        """End the thread of a stream that nobody can use any more. Waits for nothing: any thread may be here."""
-        if self.closed or is_child_of_rank():
-            return
-        self.drop()
-        problem = "close it, or its communicator: MPI's communicator of the stream stays until then"
-        warnings.warn(f"stream {self.name} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
 
     def enqueue(
         self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
@@ -239,6 +231,10 @@ class Stream:
     def drain(self) -> None:
         """Block until the stream is empty. A failure stays with those who wait for its collectives."""
         self.record()._reach()
+
+    def __copy__(self) -> Stream:
+        """Return the stream itself."""
+        return self
 
     def __deepcopy__(self, memo: object) -> Stream:
         """Return the stream itself: a copied layer keeps its stream, as it keeps its communicator."""
@@ -381,6 +377,17 @@ class Stream:
             with contextlib.suppress(BaseException):
                 self._routes.stop(reason)
                 return
+
+
+def _let_go(reference: weakref.ref[Stream]) -> None:
+    """End the thread of a stream that no program can use any more. Waits for nothing: any thread may be here."""
+    stream = reference()
+    if stream is None or stream.closed or is_child_of_rank():  # its communicator was dropped before, or closed it
+        return
+    if stream.threaded:  # messages need nothing: one in flight keeps what was lent
+        stream.drop()
+    problem = "close it, or its communicator: MPI's communicator of the stream stays until then"
+    warnings.warn(f"stream {stream.name} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
 
 
 def is_among(stream: object, streams: Sequence[Stream]) -> bool:

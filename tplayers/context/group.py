@@ -40,8 +40,8 @@ class ContextGroup:
 
     causal: True gives each rank an early and a late chunk of a sequence with "ring" and "gather" (`SequenceChunks`).
     threaded: host streams with threads, which move blocks while the rank computes, and take time from it. False: MPI
-    moves those of "ring" while some call of it runs, and "gather" waits for its all-gather. Streams live as long as
-    ``comm``, so make a group once. Raises ValueError for another method, and CollectiveMismatch if ranks differ.
+    moves those of "ring" while some call of it runs, and "gather" waits for its all-gather. Each group makes streams of
+    its own, so make it once. Raises ValueError for another method, and CollectiveMismatch if ranks differ.
     """
 
     def __init__(

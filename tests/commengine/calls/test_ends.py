@@ -1,9 +1,11 @@
 """The end of MPI, of a stream and of a communicator that nobody closes: nothing hangs, and nothing is left."""
 
+import copy
 import gc
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -100,16 +102,45 @@ def test_a_dropped_stream_warns_and_ends_its_thread_after_its_collectives(mpi_wo
 
 
 @pytest.mark.mpi(min_size=2)
+def test_messages_that_nobody_waits_for_may_be_in_a_dropped_stream(mpi_world):
+    received = torch.zeros(4)
+    with warnings.catch_warnings(record=True) as caught, Communicator(mpi_world, device="cpu") as comm:
+        warnings.simplefilter("always")
+        stream, peer = comm.new_stream(threaded=False), 1 - comm.rank
+        comm.sendrecv(torch.full((4,), 3.0 + comm.rank), peer, received, peer, stream=stream)
+        assert copy.copy(stream) is stream
+        del stream
+        comm.barrier()
+    assert received.tolist() == [3.0 + peer] * 4
+    assert [str(one.message).split(" was")[0] for one in caught] == ["stream world/stream1"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_a_closed_stream_held_goes_although_its_failure_was_told_there(mpi_world):
+    def fails(comm):
+        stream, large = comm.new_stream(), torch.zeros(1000)
+        with pytest.raises(ZeroDivisionError):
+            stream.enqueue(lambda: 1 / 0).wait()
+        stream.close()
+        return weakref.ref(stream), weakref.ref(large)
+
+    with Communicator(mpi_world, device="cpu") as comm:
+        kept = fails(comm)
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_dropped_communicator_warns_and_ends_its_threads(mpi_world):
     threads = threading.active_count()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
             comm = Communicator(mpi_world, device="cpu", timeout=60)
-            stream = comm.new_stream()
-            comm.all_reduce(torch.ones(2), stream=stream).wait()
-            del comm  # before its stream
-        del stream
+            streams = [comm.new_stream(), comm.new_stream(threaded=False)]
+            comm.all_reduce(torch.ones(2), stream=streams[0]).wait()
+            del comm  # before its streams
+        del streams
         gc.collect()
         _await_threads(threads)
     said = [str(one.message) for one in caught if one.category is ResourceWarning]
