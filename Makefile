@@ -155,7 +155,7 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/bridge/heating.py; \
 		else echo "skipped: examples/bridge needs a C++ compiler and the MPI's mpicxx"; fi
 
-# On two cores: 10 to 17 minutes, as fast as the machine is now; 2 minutes; some hours, for every test on every number of
+# On two cores: up to 17 minutes, as fast as the machine is now; up to 5; some hours, for every test on every number of
 # ranks. See tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
