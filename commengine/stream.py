@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias
 
 from .errors import CollectiveError
 from .host.polling import LAND_SECONDS
@@ -24,8 +24,6 @@ from .mpi import load_mpi
 
 #: a `commengine.trace.CollectiveEvent`
 Record: TypeAlias = Any
-
-S = TypeVar("S", bound="Stream")
 
 #: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
 MOST_RECORDS = 1024
@@ -186,7 +184,7 @@ class Stream:
             self._worker.start()
             ends_with_program(self)
 
-    def lend(self: S) -> S:
+    def lend(self) -> Self:
         """Return the stream for the program: an object of its own with the same state.
 
         The communicator and the worker keep the stream itself, so only the end of this object tells them that no

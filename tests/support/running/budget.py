@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.running import tally
+
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "tests" / "budget.json"
 
@@ -116,10 +118,9 @@ def seconds_of(tallies: Iterable[Path]) -> dict[tuple[str, str], float]:
     """
     taken: defaultdict[tuple[str, str], float] = defaultdict(float)
     for path in tallies:
-        for line in path.read_text().split("\n")[:-1]:
-            word, seconds, name = line.split(" ", 2)
+        for word, seconds, name in tally.lines(path):
             if word not in ("begun", "end"):
-                taken[name.partition("::")[0], path.name.split("-")[1]] += float(seconds)
+                taken[name.partition("::")[0], path.name.split("-")[1]] += seconds
     return dict(taken)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import tally
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -24,17 +26,16 @@ def prepare(folder: Path) -> None:
     """Leave in the tallies of ``folder`` the tests that count now: those that did not fail, of these very files."""
     same, now = folder / "tree", tree()
     known = same.exists() and now and same.read_text() == now
-    for tally in folder.glob("tally-*"):
-        lines = tally.read_text().split("\n")[:-1] if known else []
-        counts = [line for line in lines if line.split(" ", 1)[0] in ("passed", "skipped")]
-        tally.write_text("".join(f"{line}\n" for line in counts))
+    for path in folder.glob("tally-*"):
+        found = [line for line in tally.lines(path) if line[0] in ("passed", "skipped")] if known else []
+        path.write_text("".join(f"{word} {seconds:.3f} {name}\n" for word, seconds, name in found))
     same.write_text(now)
 
 
 def names(folder: Path, ranks: str) -> list[str]:
     """The tests on so many ranks that stand in the tallies of ``folder``."""
-    tallies = [*folder.glob(f"tally-{ranks}"), *folder.glob(f"tally-{ranks}-*")]
-    return [line.split(" ", 2)[2] for tally in tallies for line in tally.read_text().split("\n")[:-1]]
+    paths = [*folder.glob(f"tally-{ranks}"), *folder.glob(f"tally-{ranks}-*")]
+    return [name for path in paths for _, _, name in tally.lines(path)]
 
 
 class Passed:

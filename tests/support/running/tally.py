@@ -1,16 +1,24 @@
 """Write the outcome of each test into a file, from which tests/run counts even if the run was aborted."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
+def lines(path: Path) -> Iterator[tuple[str, float, str]]:
+    """The (word, seconds, rest) of each line that a `Tally` has written whole."""
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        word, seconds, rest = line.split(" ", 2)
+        yield word, float(seconds), rest
+
+
 class Tally:
     """The plugin. It writes a line "begun 0 ID" and a line "OUTCOME SECONDS ID" for each test, and last "end 0 STATUS".
 
-    SECONDS is the time of setup, call and teardown together. STATUS is pytest's exit status. With pytest-xdist the
-    plugin runs in the process that hands out the tests, so the reports of several tests may be mixed.
+    SECONDS is the time of setup, call and teardown together. STATUS is pytest's exit status. A test that was
+    interrupted has begun and has no outcome.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,8 +45,6 @@ class Tally:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        for nodeid in list(self._outcomes):  # a process of pytest-xdist died in these tests
-            self.pytest_runtest_logfinish(nodeid)
         self._write("end", 0.0, str(int(exitstatus)))
 
     def pytest_unconfigure(self) -> None:
