@@ -19,15 +19,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from mpi4py import MPI
 
 from commengine import Communicator
 from tests.support.exact import ALWAYS, NEVER
 from tests.support.fuzz.cases import Calls
 from tests.support.fuzz.drawing import Memory
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 #: cases of one communicator, and seconds after which a rank that waits prints its stacks and ends
 EPOCH, STUCK_S = 60, 100
@@ -90,6 +92,8 @@ def epoch(mpi: MPI.Intracomm, seed: int, number: int, aligned: bool) -> tuple[in
 
 def main() -> int:
     """Run the command on every rank."""
+    from mpi4py import MPI
+
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="end after this many")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this time")
@@ -130,10 +134,9 @@ def main() -> int:
             if given.state and given.epoch is None:
                 given.state.write_text(json.dumps(states | {key: [number, total, bad]}))
     faulthandler.cancel_dump_traceback_later()
+    MPI.Finalize()
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    status = main()
-    MPI.Finalize()
-    sys.exit(status)
+    sys.exit(main())

@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from bench.timing.sampling import Sampler, Stopping, half_in_errors, median_interval, sample
 from bench.timing.starting import AgreedStart, Clock
@@ -70,6 +69,8 @@ def test_a_call_that_never_settles_stops_at_the_limit(each, limit):
 @pytest.mark.parametrize("probe", [0.0, 0.2])
 def test_the_limit_bounds_turns_that_are_measured_again_and_probes(probe):
     """On a machine whose state changes in every turn, and whose probes take longer than turns."""
+    from mpi4py import MPI
+
     clock, random = FakeClock(), np.random.default_rng(0)
 
     def probed():
