@@ -76,12 +76,19 @@ def fits(request: Request, own: dict[str, str]) -> bool:
     return not options and read_at_imports(request.environment) == own
 
 
-def become(request: Request) -> None:
-    """Make this process, which has just been forked, that of the request: its files, folder and environment."""
+def become(request: Request, *, has_open_files: bool = False) -> None:
+    """Make this process, which has just been forked, that of the request: its files, folder and environment.
+
+    has_open_files: objects of this process hold files, and will close them. All other fds are closed.
+    """
     os.setsid()
-    wanted = [0, 1, 2, *([int(request.environment["PMI_FD"])] if len(request.fds) > 3 else [])]
     high = [os.dup2(fd, 200 + n, inheritable=False) for n, fd in enumerate(request.fds)]
-    os.closerange(3, 200)
+    if not has_open_files:
+        os.closerange(3, 200)
+    wanted = [0, 1, 2]
+    if len(request.fds) > 3:
+        wanted.append(os.dup(high[3]) if has_open_files else int(request.environment["PMI_FD"]))
+        request.environment["PMI_FD"] = str(wanted[-1])
     for fd, place in zip(high, wanted, strict=True):
         os.dup2(fd, place)
         os.close(fd)
