@@ -100,6 +100,7 @@ def example():
     path.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_driver_counts_failures_and_goes_on_where_it_stopped(example: str, tmp_path: Path) -> None:
     results, document = tmp_path / "results.jsonl", tmp_path / "page.md"

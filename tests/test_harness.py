@@ -115,6 +115,7 @@ def test_skips_are_collective(job):
     assert "[rank 1] passed in call" in done.stdout
 
 
+@pytest.mark.long
 def test_hang_ends_at_the_time_limit_and_shows_where_each_rank_is(job):
     done, seconds = job(
         "def test_it(mpi_world):\n"
@@ -296,6 +297,7 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
     assert seconds.keys() == {"test_good", "test_bad", "test_skipped"} and seconds["test_good"] >= 0.2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="forks need pidfd_open")
 def test_tests_are_collected_once_and_each_runs_in_one_process(tmp_path):
     note = f"open({str(tmp_path / 'notes')!r}, 'a').write"
@@ -325,6 +327,7 @@ def test_tests_run_names_the_test_in_which_a_run_ended_early(tmp_path):
     assert re.match(r"serial tests: ended early with exit status 3, unfinished: \S+::test_dies$", early)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_an_earlier_one_stopped(tmp_path):
     """What failed, and what did not begin, runs again; what passed counts, until a file changes."""
     (tmp_path / "test_it.py").write_text(

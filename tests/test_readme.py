@@ -198,10 +198,11 @@ def test_make_train_does_not_make_up_data(tmp_path):
     assert done.returncode != 0 and f"DATA={tmp_path / 'none'}: there is no {tmp_path / 'none'}.bin" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not [*(mpirun.ROOT / ".venv").glob(".installed-*")], reason="no .venv of make")
 @pytest.mark.parametrize(
-    "chosen", [(), pytest.param(("DEVICE=cpu",), marks=pytest.mark.long)], ids=["nothing", "the CPU"]
+    "chosen", [(), ("DEVICE=cpu",)], ids=["nothing", "the CPU"]
 )
 def test_make_train_tells_who_has_chosen_nothing_of_the_gpu(data, tmp_path, chosen):
     mpi = next((mpirun.ROOT / ".venv").glob(".installed-*")).name.removeprefix(".installed-")

@@ -163,7 +163,7 @@ def test_ctrl_c_on_one_rank(job):
 
 
 def test_killed_rank(job):
-    done, seconds = job("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nworld.barrier()", fresh=True)
+    done, seconds = job("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nworld.barrier()")
     assert done.returncode != 0 and seconds < GONE_S
 
 
@@ -309,7 +309,7 @@ def test_communicator_before_mpi_is_started_is_refused():
         "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI\nfrom commengine import Communicator\n"
         "try:\n    Communicator(MPI.COMM_WORLD)\nexcept RuntimeError as error:\n    print(error)\n"
     )
-    done = mpirun.command([sys.executable, "-c", program], timeout=40)
+    done = mpirun.command([sys.executable, "-c", program], timeout=40, fresh=False)
     assert done.stdout.startswith("MPI is not running"), done
 
 
@@ -351,7 +351,7 @@ except RuntimeError as error:
 
 def test_program_that_owns_mpi_and_lends_a_communicator(tmp_path):
     (tmp_path / "solver.py").write_text(SOLVER)
-    done = mpirun.run(2, str(tmp_path / "solver.py"), fresh=True)
+    done = mpirun.run(2, str(tmp_path / "solver.py"))
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.count("MPI is not running") == 2
 

@@ -97,6 +97,7 @@ def test_ours_are_right(tmp_path):
     assert refused <= {("halo_exchange", "no grad")}  # it compares requires_grad, and says so
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_file_of_the_user_with_an_operator_of_its_own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
@@ -125,6 +126,7 @@ def test_errors_are_one_line(argv, message, capsys):
     assert ended.value.code == 2 and message in line
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_operator_that_a_module_does_not_have_is_one_line():
     done = mpirun.command(

@@ -199,7 +199,7 @@ if comm.rank == 0:
      pytest.param("threaded=False", "comm.recv(torch.ones(8), 1, stream=stream)", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_a_program_that_ends_before_its_collective_says_so(how, call):
-    done = mpirun.run(2, "-c", ENDS.format(how=how, call=call), fresh=True)
+    done = mpirun.run(2, "-c", ENDS.format(how=how, call=call))
     named = call.split("(")[0].removeprefix("comm.")
     assert done.returncode != 0, done
     assert f"rank 0: stream world/stream1: {named}(float32 [8]" in done.stderr and "did every rank" in done.stderr, done

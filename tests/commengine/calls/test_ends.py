@@ -45,7 +45,7 @@ os.write(1, f"{refused} {x[0].item()} {got[0].item()}\\n".encode())  # one write
 @pytest.mark.parametrize("words", ["timed flying", pytest.param("timed", marks=pytest.mark.long),
                                    pytest.param("flying", marks=pytest.mark.long)])  # fmt: skip
 def test_a_program_may_finalise_mpi_while_communicators_are_open(words):
-    done = mpirun.run(2, "-c", FINALISES, *words.split(), fresh=True)
+    done = mpirun.run(2, "-c", FINALISES, *words.split())
     assert (done.returncode, done.stdout) == (0, "8 2.0 1.0\n" * 2), done
 
 

@@ -123,5 +123,5 @@ def test_a_child_does_not_tell_the_roll_call_that_its_parent_ended(tmp_path):
         "print(mmap.mmap(links['/memfd:moves (deleted)'], 5)[0])\n"
     )
     argv = [mpirun.mpiexec(), "-n", "1", sys.executable, "-m", "commengine.rollcall", str(program)]
-    done = mpirun.command(argv, timeout=60)
+    done = mpirun.command(argv, timeout=60, fresh=False)
     assert (done.returncode, done.stdout) == (0, "0\n"), done

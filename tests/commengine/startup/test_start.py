@@ -60,7 +60,7 @@ def test_a_task_that_never_starts_mpi_is_said(tmp_path):
         "launch.run(lambda world: print('ran'))\n"
     )
     argv = [mpirun.mpiexec(), "-n", "1", sys.executable, str(tmp_path / "program.py"), ":", "-n", "1", "sleep", "30"]
-    done = mpirun.command(argv, timeout=50)
+    done = mpirun.command(argv, timeout=50, fresh=False)
     assert done.returncode != 0 and "ran" not in done.stdout
     assert "MPI has not started after 1 s: it waits for all 2 tasks of the launcher (PMI_SIZE=2)." in done.stderr
     assert "built with another MPI" in done.stderr

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("variable", ["SLURM_NTASKS", pytest.param("OMPI_COMM_WORLD_SIZE", marks=pytest.mark.long)])
 def test_launcher_of_four_tasks_with_a_world_of_one(tmp_path, variable):
     program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
-    done = mpirun.command([sys.executable, "-c", program], timeout=40, env={variable: "4"})
+    done = mpirun.command([sys.executable, "-c", program], timeout=40, env={variable: "4"}, fresh=False)
     assert done.returncode != 0 and "ran" not in done.stdout
     assert f"error: {variable}=4, but MPI's world has 1 rank. Likely cause: " in done.stderr
     assert ("srun" if variable.startswith("SLURM") else "mpiexec on PATH belongs to another MPI") in done.stderr
@@ -31,7 +31,7 @@ def test_launcher_mismatch_is_said_once_whichever_task_starts_first(tmp_path, fi
     program = "from commengine import launch\nlaunch.run(lambda world: print('ran'))\n"
     tasks = [
         mpirun.start([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                     env={"SLURM_NTASKS": "4", "SLURM_PROCID": str(number)})
+                     env={"SLURM_NTASKS": "4", "SLURM_PROCID": str(number)}, fresh=False)
         for number in ((0, 1, 2) if first_is_there else (1, 2))
     ]  # fmt: skip
     said = ""

@@ -193,6 +193,7 @@ timed.barrier()
     assert "missing: rank 1, barrier #1" in reports(done.stderr)[0], done.stderr
 
 
+@pytest.mark.long
 def test_ranks_in_different_collectives_are_told_apart(job):
     """Without checked=True MPI may let both hang: both have started number 1, of different kinds."""
     done, _ = job(WATCHED + "timed.barrier() if world.rank == 0 else timed.broadcast(torch.ones(1 << 20), 0)")

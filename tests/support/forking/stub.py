@@ -25,7 +25,7 @@ PMI_FD = "PMI_FD"
 #: beginnings of the names of variables that no library reads when it is imported, if mpi4py.MPI is not
 FREE = (
     "PMI_", "PMI2_", "MPI_LOCAL", "MPIR_", "HYDI_", "HYDRA_", "I_MPI_", "COMMENGINE_", "PYTEST_", "TEST_", "TESTS_",
-    "GFORTRAN_",
+    "GFORTRAN_", "SLURM_",
 )  # fmt: skip
 #: the signals that programs of tests listen to, or that mpiexec and the tests send
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM")

@@ -248,7 +248,8 @@ def test_a_run_whose_folder_is_renamed_ends_with_one_error_and_loses_nothing(tmp
     folder, away = tmp_path / "run", tmp_path / "away"
     words = [*mock, "--save", str(folder), "--save-interval", "2", "--train-iters", "100000"]
     process = mpirun.start(
-        [sys.executable, "-m", "trainers.pretrain_gpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "trainers.pretrain_gpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        fresh=False,
     )
     try:
         wait_until(lambda: (folder / "iter_0000004" / "state.json").exists() or process.poll() is not None)
@@ -381,7 +382,8 @@ def test_a_start_waits_for_the_run_that_is_there_and_says_so(tmp_path, mock):
     with FolderLock(run) as lock:
         assert lock.attempt() is None
         argv = [sys.executable, "-m", "trainers.pretrain_gpt", *mock, "--train-iters", "2", "--save", str(run)]
-        process = mpirun.start([mpirun.mpiexec(), "-n", "1", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = mpirun.start([mpirun.mpiexec(), "-n", "1", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               fresh=False)  # fmt: skip
         with contextlib.closing(process.stdout), contextlib.closing(process.stderr):
             ended = threading.Timer(100, process.kill)
             ended.start()
