@@ -23,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         sizes.OPTION,
         action="store_true",
-        dest="where_size_matters",
-        help="with --with-mpi: leave out tests that need not run on this number of ranks (see running/sizes.py)",
+        dest="chosen",
+        help="leave out what make test leaves out on this number of ranks (see running/sizes.py)",
     )
     parser.addoption(
         "--collected",
@@ -86,10 +86,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: a case that is drawn must be one that they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("where_size_matters"):
-        from mpi4py import MPI
+    if config.getoption("chosen"):
+        size = 1
+        if config.getoption("--with-mpi"):
+            from mpi4py import MPI
 
-        chosen = dict.fromkeys(sizes.chosen(items, MPI.COMM_WORLD.size))
+            size = MPI.COMM_WORLD.size
+        chosen = dict.fromkeys(sizes.chosen(items, size))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 

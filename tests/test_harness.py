@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import mpirun
+from tests.support.running import sizes
 
 pytestmark = pytest.mark.slow
 
@@ -197,7 +198,7 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
         "CASES = [pytest.param(n, id=str(n), marks=pytest.mark.sizes(n)) for n in (1, 4)]\n"
         "@pytest.mark.every_size\n@pytest.mark.parametrize('n', CASES)\ndef test_case_of(mpi_world, n):\n    pass\n"
     )
-    done, _ = job(text, n, "-v", "--where-size-matters", "-m", "mpi and not long", fresh=False)
+    done, _ = job(text, n, "-v", sizes.OPTION, "-m", "mpi and not long", fresh=False)
     assert done.returncode == 0, done
     assert sorted(re.findall(r"test_it.py::test_(\S+) PASSED", done.stdout)) == passed.split()
     assert "SKIPPED" not in done.stdout
@@ -206,7 +207,7 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
 @pytest.mark.long
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
     text = "@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n"
-    done, _ = job(text, 2, "--where-size-matters", fresh=False)
+    done, _ = job(text, 2, sizes.OPTION, fresh=False)
     assert done.returncode != 0
     assert "test_it.py::test_it needs 5 ranks" in done.stdout + done.stderr
 

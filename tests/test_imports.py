@@ -1,6 +1,7 @@
 """The rules of imports, folders and names, read from the syntax tree of every file; no import starts MPI."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -119,6 +120,12 @@ def names(tree: ast.AST, package: str = "") -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, f"{name}.{a.value}") for a in node.args[1:2] if isinstance(a, ast.Constant))
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a program; three tests look at that of each file."""
+    return ast.parse(source)
+
+
 def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
     """``t.distributed`` as ``torch.distributed`` where t is torch; "" for what is not a dotted name."""
     if isinstance(node, ast.Name):
@@ -134,7 +141,7 @@ def within(name: str, *modules: str) -> bool:
 
 def faults(path: str, source: str) -> list[str]:
     """What the file at ``path``, relative to the repository, does that it may not."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     package = path.split("/")[0]
     found = []
 
@@ -264,7 +271,7 @@ MODULES = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"):
 def imports(path: str, source: str, modules: Mapping[str, object] = MODULES) -> set[str]:
     """The ``modules`` that the file at ``path`` imports, anywhere in it and for type checkers, too."""
     folder, found = list(Path(path).parts[:-1]), set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -377,7 +384,7 @@ def test_no_folder_has_too_many_modules():
 def test_no_two_public_classes_of_one_name():
     defined: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        for node in parsed((ROOT / path).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined.setdefault(node.name, []).append(path)
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}

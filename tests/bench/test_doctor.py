@@ -16,7 +16,7 @@ TRANSPORTS = {"engine", "mpi4py", "shared", "stream"}
 CALLS = {("all_reduce", 8), ("all_reduce", 8 << 20), ("sendrecv", 4 << 20)}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def ran(request, tmp_path_factory):
     """(ranks, the run, what it wrote as JSON, its page)."""
     folder = tmp_path_factory.mktemp("doctor")

@@ -137,7 +137,9 @@ def test_options_move_the_step_the_right_way():
 # ---- the plan
 
 
-@pytest.mark.parametrize(("gpus", "batch", "gigabytes"), [(4, 8, 34.0), (8, 24, 2.35), (6, 12, 2.25)])
+@pytest.mark.parametrize(("gpus", "batch", "gigabytes"), [
+    (4, 8, 34.0), pytest.param(8, 24, 2.35, marks=pytest.mark.long), (6, 12, 2.25)
+])  # fmt: skip
 def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
     machine = replace(DGX_2H, device=DGX_2H.device.model_copy(update={"memory_bytes": gigabytes * 1e9}))
     found = plan.plan(SMALL, machine, gpus, batch)
@@ -325,7 +327,7 @@ def test_json_says_what_was_predicted(tmp_path):
     assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
 
 
-@pytest.mark.parametrize("name", ["gpt-8.3b", "bert-3.9b"])
+@pytest.mark.parametrize("name", ["gpt-8.3b", pytest.param("bert-3.9b", marks=pytest.mark.long)])
 def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
     preset, cluster_name = PRESETS[name], "dgx-a100"
     argv = ("--preset", name, "--cluster", cluster_name, "--gpus", 64, "--micro-batch-size", 1)

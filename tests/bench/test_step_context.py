@@ -13,6 +13,7 @@ CP2 = ["--context-parallel-size", "2", "--global-batch-size", "8"]
 ZERO1 = ["--use-distributed-optimizer"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "options",

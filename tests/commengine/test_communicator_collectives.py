@@ -85,6 +85,7 @@ def test_reduce(run, world, dtype):
                 assert torch.equal(tensor, expected), (op, root, shape)
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 @pytest.mark.parametrize("extra", [-1, 0, 1, PIECE_BYTES + 3])

@@ -42,6 +42,7 @@ def error(found, truth):
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.some(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "bert", "post-LN bert at positions"])

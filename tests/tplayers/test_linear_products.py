@@ -26,6 +26,7 @@ def steps_of(comm, kind, dtype, options):
     return found
 
 
+@pytest.mark.some(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [KINDS[0], "llama", "bert"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

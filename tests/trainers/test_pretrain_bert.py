@@ -124,7 +124,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs, rows):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_half_precision_and_zero_1(runs, rows, name):
     found, expected = losses(runs, rows, name), losses(runs, rows, "1-1")
     assert (found - expected).abs().max() < 0.2 and found[-4:].mean() < found[:4].mean() - 0.1

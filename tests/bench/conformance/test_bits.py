@@ -181,6 +181,7 @@ def test_bad_options_are_named(words, said, tmp_path, capsys):
     assert end.value.code == 2 and said in told and len(told.splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_asks_its_own_mpi(tmp_path):
     words = ["--transports", "mpi4py", "engine-tree", "--operations", "reduce", "--max-bytes", "1K"]

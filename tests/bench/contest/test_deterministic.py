@@ -8,6 +8,7 @@ from bench.contest import __main__ as command
 from bench.contest import deterministic
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_a_small_measurement(mpi_world, tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from bench.contest import loading
 SIZES = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--vocab-size=100"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -52,6 +52,7 @@ def test_other_losses_are_an_error_on_every_rank(mpi_world):
     assert case.facts == {"with": {"hidden": "60%"}} and rows_of(case)[0].endswith("| time over with | hidden |")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_steps_on_a_slow_link_last_as_long_as_their_gradients_take(mpi_world, monkeypatch):

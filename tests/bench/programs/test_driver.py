@@ -53,6 +53,7 @@ def test_programs_alternate_and_report_their_steps():
     assert running[0].idle_cpu_s <= 0.5 * running[0].idle_wall_s
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", FAILURES)
 def test_a_failure_names_its_program_and_ends_all(mode, monkeypatch):

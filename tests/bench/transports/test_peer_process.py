@@ -94,6 +94,7 @@ def test_the_lock_of_a_build_that_was_killed_goes_before_the_next_build(monkeypa
     assert locked == ([False, False] if rank == 0 else [True])
 
 
+@pytest.mark.some(1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("peer", "message"),

@@ -53,6 +53,7 @@ def test_a_collective_in_a_block_of_words(job):
     assert f"#1 barrier() of group 'pipeline' ({SAID}): running for" in done.stderr
 
 
+@pytest.mark.long
 def test_a_peer_that_is_gone_is_named(job):
     done, _ = job(
         WATCHED

@@ -59,6 +59,7 @@ def program(folder):
 needs_mounts = pytest.mark.skipif(bool(small_shm.why_not()), reason="this user may not mount a disk of its own")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "space", ["pid", *(pytest.param(one, marks=pytest.mark.long) for one in SPACES if one != "pid")]
 )

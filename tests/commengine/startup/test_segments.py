@@ -43,7 +43,7 @@ launch.run(main)
 def start(folder, *words):
     (folder / "program.py").write_text(PROGRAM)
     argv = [mpirun.mpiexec(), "-n", "2", sys.executable, str(folder / "program.py"), *words]
-    return mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return mpirun.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, fresh=False)
 
 
 def told(job):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 #: pytest's options that differ between the runs of tests/run
-DIFFERENT = ("markexpr", "with_mpi", "where_size_matters")
+DIFFERENT = ("markexpr", "with_mpi", "chosen")
 
 
 class Collected:

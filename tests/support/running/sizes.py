@@ -1,4 +1,4 @@
-"""On which numbers of ranks a test runs: see ``chosen``, and the docstring of tests/run for the rule behind it."""
+"""Which tests ``make test`` runs on which numbers of ranks: `chosen`; the docstring of tests/run has the rule."""
 
 import zlib
 from collections import defaultdict
@@ -9,23 +9,24 @@ import pytest
 #: the numbers of ranks of tests/run, and the one on which a test runs without a mark
 SIZES = (1, 2, 4)
 USUAL = 2
-#: pytest's option, with which a run under mpiexec leaves out what does not need its number of ranks
-OPTION = "--where-size-matters"
+#: pytest's option, with which a run leaves out what `chosen` does
+OPTION = "--chosen"
 
 
 def chosen(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
-    """Return the tests that ``make test`` runs on ``size`` ranks; those that are not marked ``mpi`` all are among them.
+    """Return the tests that ``make test`` runs on ``size`` ranks, and those that are not marked ``mpi``.
 
     A test runs on 2 ranks, or on the smallest of SIZES that its ``min_size`` allows. One that is marked ``every_size``,
     or ``sizes`` with other numbers, runs on these, too; of a function with several cases only one does, which its name
     draws, unless the mark is that of the case. The mark of a case counts before that of its function, and this before
-    that of the file.
+    that of the file. Of a function that is marked ``some(n)`` only n cases run, which their names draw.
     """
     found: list[pytest.Item] = []
     drawn: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    some: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("mpi"):
-            found.append(item)
+            (some[function(item)] if item.get_closest_marker("some") else found).append(item)
             continue
         least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
         if least > max(SIZES):
@@ -39,9 +40,17 @@ def chosen(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
         if size < least or size not in sizes:
             continue
         if size == usual or marks[0] in of_the_case:
-            found.append(item)
+            (some[function(item)] if item.get_closest_marker("some") and size == usual else found).append(item)
         else:
-            drawn[item.nodeid.partition("[")[0]].append(item)
+            drawn[function(item)].append(item)
     found += [cases[zlib.crc32(name.encode()) % len(cases)] for name, cases in drawn.items()]
+    for cases in some.values():
+        (number,) = cases[0].get_closest_marker("some").args  # type: ignore[union-attr]
+        found += sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[:number]
     there = set(found)
     return [item for item in items if item in there]
+
+
+def function(item: pytest.Item) -> str:
+    """The name of the function of a test, without that of the case."""
+    return item.nodeid.partition("[")[0]

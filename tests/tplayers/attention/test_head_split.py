@@ -122,6 +122,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(6)
 @pytest.mark.mpi
 @pytest.mark.every_size
 @pytest.mark.parametrize(("heads", "kind", "changes"), CASES)

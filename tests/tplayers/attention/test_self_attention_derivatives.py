@@ -12,6 +12,7 @@ from tests.tplayers.conftest import Group, draw
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2), pytest.mark.slow]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "query_groups": 2}])
 def test_right_or_refused(mpi_world, options):
     with Communicator(mpi_world, device="cpu", timeout=60) as comm:

@@ -301,7 +301,7 @@ def test_a_rank_with_another_field_is_found(mpi_world, programs):
             Bridge(other, comm, gives, takes)
 
 
-@pytest.mark.parametrize("rank", [None, 0])
+@pytest.mark.parametrize("rank", [pytest.param(None, marks=pytest.mark.long), 0])
 def test_an_answer_that_may_be_asked_for_its_gradient_has_a_graph_on_every_rank(mpi_world, programs, rank):
     """Else the gradient would be zeros, or the other ranks would wait in the backward."""
     asks, other, comm = programs(1)

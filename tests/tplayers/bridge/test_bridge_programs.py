@@ -127,7 +127,9 @@ def asks(tmp_path_factory):
     return program
 
 
-@pytest.mark.parametrize("calls", ["na", "ntt", "nn", "ntn", "t", "a", "ntaa", "ntat", "ntk", "nk"])
+@pytest.mark.parametrize("calls", ["na", "ntt", "ntaa", "nk",
+                                   *(pytest.param(one, marks=pytest.mark.long)
+                                     for one in ("nn", "ntn", "t", "a", "ntat", "ntk"))])  # fmt: skip
 def test_calls_of_c_in_a_wrong_order_end_both(asks, calls):
     done = mpirun.command([mpirun.mpiexec(), "-n", "1", asks, ":", "-n", "1", asks, calls], timeout=60)
     assert done.returncode != 0

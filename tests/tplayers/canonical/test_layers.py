@@ -24,6 +24,7 @@ EXPERTS = {
 S, WIDTH = 9, 12
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "experts"])

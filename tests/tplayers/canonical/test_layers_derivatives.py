@@ -21,6 +21,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_right_or_refused(mpi_world, name):
     with Communicator(mpi_world, device="cpu", order="tree", timeout=60) as comm:

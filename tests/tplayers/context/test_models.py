@@ -39,6 +39,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.some(14)
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -75,6 +75,7 @@ def unstacked(named, config):
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("name", MODELS)

@@ -136,6 +136,7 @@ def test_ranks_without_a_window(comm):
             close(mine.grad, one.grad)
 
 
+@pytest.mark.some(1)
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("options", [{}, {"window_size": 1300, "shift": 700}, {"window_size": 1300}])
 def test_more_keys_than_a_kernel_takes_at_a_time(comm, options):

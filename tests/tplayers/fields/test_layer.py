@@ -321,6 +321,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name != "UNet" else pytest.param(name, marks=pytest.mark.long) for name in COMPILED]

@@ -86,6 +86,7 @@ def derivative(
     return found
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_derivatives_are_torchs(mpi_world, name, order):

@@ -45,10 +45,9 @@ def compare(comm, module, inputs, backend, **tolerance):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "gpt" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_model(group, kind):
     """Bit-equal: this backend runs the operations that eager runs. The collectives, too, and in their order."""
     model = made(

@@ -90,7 +90,7 @@ def test_training_is_the_same_on_every_rank_and_on_one(grid):
 
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("norm", [pytest.param("batch", marks=pytest.mark.long), "group", "none"])
-@pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.long)])
 def test_odd_sizes_and_small_blocks_in_drawn_cases(grid, norm, examples):
     """Blocks down to one point, axes that are odd on any level; values and derivatives to 1e-12."""
     number = numbers(6)

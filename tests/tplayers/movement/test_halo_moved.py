@@ -50,6 +50,7 @@ def test_one_axis_and_an_axis_twice(world):
     assert torch.equal(flip(x, grid, -1), cut(torch.flip(whole, [1]), field, grid))
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.filterwarnings("error:Dynamo")

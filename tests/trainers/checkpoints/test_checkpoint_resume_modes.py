@@ -52,6 +52,7 @@ def assert_same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("precision", "saving", "loading"),
     [  # a plain fp32 run is test_checkpoint's

@@ -32,6 +32,7 @@ def flip(tensor, bit):
     flat[bit // 8] ^= 1 << bit % 8
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_are_equal_after_steps(world, trainer, mode):
     for tensor in layouts(world):

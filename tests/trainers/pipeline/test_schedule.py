@@ -40,6 +40,7 @@ def assert_same(trainer, alone, step, expected):
             torch.testing.assert_close(gradient, placed[name].part(of_all[name]), msg=name, **close)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "zero1"),
     [

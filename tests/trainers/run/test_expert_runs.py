@@ -28,7 +28,7 @@ LAYOUTS = {
     "context": (4, ["--expert-model-parallel-size", "2", "--context-parallel-size", "2"]),
 }  # fmt: skip
 #: those of them that make test runs
-USUAL = ("two", "zero1", "tensor")
+USUAL = ("zero1", "tensor")
 
 
 @pytest.fixture(scope="module")

@@ -139,12 +139,13 @@ def interrupted_imports(tmp_path, code, command, *words):
 @pytest.mark.parametrize(
     "command",
     [
-        *(f"trainers.{name}" for name in ("evaluate", "generate", "prepare_corpus", "convert", "preprocess_data")),
+        *("trainers.generate", "trainers.supervise", "bench.study"),
         *(
-            "trainers.compare",
-            "trainers.supervise",
-            pytest.param("bench.doctor", marks=pytest.mark.long),
-            "bench.study",
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (
+                *(f"trainers.{name}" for name in ("evaluate", "prepare_corpus", "convert", "preprocess_data")),
+                *("trainers.compare", "bench.doctor"),
+            )
         ),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from commengine import UsageError
 from tests.support import mpirun
 from tests.support.lab.hosts import is_open_mpi
+from tests.support.training.runs import has_long_tests
 from trainers.config import TrainConfig
 from trainers.run.stopping import DURATION, LIMIT, StopRequests, job_end_time
 
@@ -32,21 +33,25 @@ CASES = {
     "in the last evaluation": ([], [["evaluation", 6, 0, "TERM"]], 6, 75),
     "duration": (["--exit-duration-in-mins", "1e-9"], [], 1, 75),
 }
+#: the cases that only make test-long runs
+LONG = ("SIGTERM", "SIGINT", "in an evaluation", "in the last step")
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES]
 WORDS = {"duration": "--exit-duration-in-mins 1e-09", "SIGINT": "SIGINT", "SIGTERM": "SIGTERM"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, pretrain, mock):
+def runs(tmp_path_factory, pretrain, mock, request):
     """Case -> (how the stopped run ended, how the same command ended when started again, the folder)."""
     root = tmp_path_factory.mktemp("runs")
+    cases = {name: case for name, case in CASES.items() if name not in LONG or has_long_tests(request)}
     commands = [(2, [*mock, *RUN, *LATER, "--save", root / "plain"])]
-    for name, (words, planned, _, _) in CASES.items():
+    for name, (words, planned, _, _) in cases.items():
         folders = ["--save", root / name, "--load", root / name]
         commands += [(2, [*mock, *RUN, *LATER, *words, *folders], planned), (2, [*mock, *RUN, *LATER, *folders])]
     commands.append((2, [*mock, *RUN], [["step", 2, 0, "TERM"]]))
     plain, *others, unsaved = pretrain(*commands)
     assert plain.codes == [0, 0], plain.err
-    ended = {name: (*others[2 * k : 2 * k + 2], root / name) for k, name in enumerate(CASES)}
+    ended = {name: (*others[2 * k : 2 * k + 2], root / name) for k, name in enumerate(cases)}
     return {**ended, "plain": (plain, plain, root / "plain"), "unsaved": (unsaved, unsaved, root / "none")}
 
 
@@ -59,7 +64,7 @@ def told(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_stops_with_a_checkpoint_and_says_so_in_one_line(runs, name):
     stopped, _, folder = runs[name]
     _, planned, iteration, status = CASES[name]
@@ -77,7 +82,7 @@ def test_it_stops_with_a_checkpoint_and_says_so_in_one_line(runs, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_started_again_it_ends_as_an_uninterrupted_run(runs, name):
     _, again, folder = runs[name]
     plain = runs["plain"][2]

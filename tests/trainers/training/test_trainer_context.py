@@ -30,6 +30,7 @@ class Layout(NamedTuple):
 LAYOUTS = {2: [Layout(1, 2, 1, 1)], 4: [Layout(1, 4, 1, 1), Layout(2, 2, 1, 1), Layout(1, 2, 2, 1), Layout(1, 2, 1, 2)]}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_in_float64(mpi_world, itself, kind, method):
@@ -45,6 +46,7 @@ def test_steps_in_float64(mpi_world, itself, kind, method):
             trainer.close()
 
 
+@pytest.mark.long
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
     "method", [method if method == "ring" else pytest.param(method, marks=pytest.mark.long) for method in METHODS]

@@ -22,6 +22,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_step_does_not_follow_torchs_defaults(trainer, world, settings):

@@ -33,9 +33,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def layouts(world, **options):
-    """(trainer, what it is) at each of the layouts, every other one with ZeRO-1 and recomputation."""
-    for number, (tensor, context, pipeline, expert) in enumerate(LAYOUTS[world.size]):
+def layouts(world, part=slice(None), **options):
+    """(trainer, what it is) at each of the layouts of ``part``, every other one with ZeRO-1 and recomputation."""
+    for number, (tensor, context, pipeline, expert) in [*enumerate(LAYOUTS[world.size])][part]:
         sharded = number % 2 == 1
         config = replace(
             small_runs.CONFIG, use_distributed_optimizer=sharded, sequence_parallel=tensor > 1,
@@ -58,7 +58,10 @@ def layouts(world, **options):
         )
     ],
 )
-def test_steps_in_float64(mpi_world, itself, method, more):
+@pytest.mark.parametrize(
+    "part", [slice(0, None, 3), *(pytest.param(slice(n, None, 3), marks=pytest.mark.long) for n in (1, 2))]
+)
+def test_steps_in_float64(mpi_world, itself, method, more, part):
     """Recomputation routes as the first pass did."""
     options = {**EXPERTS, **more}
     truth = small_runs.steps_of(small_runs.alone(itself, "llama", layers=LAYERS, **options), STEPS)
@@ -66,7 +69,7 @@ def test_steps_in_float64(mpi_world, itself, method, more):
         assert list(step.router_losses) == ["load_balancing_loss", "z_loss"] and min(step.router_losses.values()) > 0
         assert step.loss == sum(step.losses.values())
     with Communicator(mpi_world) as world:
-        for made, case in layouts(world, method=method, **options):
+        for made, case in layouts(world, part, method=method, **options):
             small_runs.require_steps(made, truth, case)
 
 

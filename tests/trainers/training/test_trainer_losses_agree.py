@@ -97,7 +97,7 @@ def model(runs, layout, variant):
     return load_file(runs[(*layout, variant)] / last / "model.safetensors")
 
 
-@pytest.mark.parametrize("variant", ["plain", pytest.param("dropout", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize("variant", [*(pytest.param(name, marks=pytest.mark.long) for name in ("plain", "dropout")), "llama"])
 @pytest.mark.parametrize("layout", layouts(SPLIT, [(2, 2)]))
 def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, layout, variant):
     for key, scale in (("lm_loss", 1.0), ("grad_norm", None)):
@@ -109,6 +109,7 @@ def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, lay
     assert torch.equal(*(numbers(runs, rows, at, variant, "learning_rate") for at in ((1, 1), layout)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", layouts(TENSOR, [(2, 1)]))
 def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
     for key in ("lm_loss", "grad_norm"):

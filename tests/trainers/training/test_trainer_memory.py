@@ -159,6 +159,7 @@ def kept(config):
     )  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

@@ -67,6 +67,7 @@ def assert_same_bits(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.every_size
 @pytest.mark.parametrize(

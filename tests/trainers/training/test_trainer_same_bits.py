@@ -111,6 +111,7 @@ def alone(model, precision, settings=()):
     return FOUND[key]
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision", "layout"), on_its_ranks(CHOSEN), ids=str)
 def test_layouts(mpi_world, model, precision, layout):
@@ -123,6 +124,7 @@ def test_layouts(mpi_world, model, precision, layout):
     assert {step[2] for step in expected["steps"]} == ({False, True} if precision == "fp16" else {False})  # skipped
 
 
+@pytest.mark.some(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "layout", "settings"),
@@ -159,6 +161,7 @@ def folder(mpi_world):
         shutil.rmtree(path)
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
@@ -180,6 +183,7 @@ def test_a_run_is_resumed_at_another_layout(mpi_world, folder, model, first, sec
     assert unlike(alone(model, "fp32", settings), found) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(

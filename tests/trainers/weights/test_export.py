@@ -15,6 +15,7 @@ from trainers.data.tokenizer import Tokenizer
 from trainers.weights.export import SmallFiles, export
 
 
+@pytest.mark.some(7)
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2)
