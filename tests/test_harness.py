@@ -357,7 +357,8 @@ def test_tests_run_ends_its_pytest_when_it_is_killed(tmp_path, number):
         "import os, time\n\n"
         f"def test_it():\n    open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\n    time.sleep(60)\n"
     )
-    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), str(tmp_path)]
+    argv = [sys.executable, str(HERE / "run"), "-c", str(mpirun.ROOT / "pyproject.toml"), "--confcutdir", str(HERE),
+            "-p", "tests.conftest", str(tmp_path)]  # fmt: skip
     before = signal.signal(number, signal.SIG_DFL)  # under nohup, tests/run would inherit that it is ignored
     try:
         process = mpirun.start(argv, env={"RANKS": "0"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -26,7 +26,7 @@ Cut = Callable[[IndexedDataset, range], Samples]
 Mock = Callable[[int, int], Samples]
 
 #: samples of mock data: of an epoch, and of the held-out split
-MOCK_SAMPLES, MOCK_HELD_OUT = 2_000_000, 1_000  # of more than 2^20 nobody sorts the order
+MOCK_SAMPLES, MOCK_HELD_OUT = 1_000_000, 1_000
 
 
 @dataclass(frozen=True)

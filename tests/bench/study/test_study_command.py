@@ -94,9 +94,12 @@ def test_a_study_that_failed_goes_on_and_answers_four_questions(world, folder, m
         assert {"forward", "backward", "optimizer"} <= {line[0] for line in phases[1:]} and "time, ms" in phases[0]
         assert any(head[0] == "part" for head in heads)
         assert questions[0] in capfd.readouterr().out and record["spent_s"] > 0
-        if world.size == 2 and fits:  # tensor 2 x data 1 here, and 4, 32 and 256 replicas there
-            assert [one["ranks"] for one in record["numbers"]["projection"]] == [8, 64, 512]
-            assert all(one["step_s"] > one["waiting_s"] > 0 for one in record["numbers"]["projection"])
+        projected = record["numbers"]["projection"]
+        if world.size == 2 and projected:  # tensor 2 x data 1 here, and 4, 32 and 256 replicas there
+            assert [one["ranks"] for one in projected] == [8, 64, 512]
+            assert all(one["step_s"] > one["waiting_s"] > 0 for one in projected)
+        else:  # on a busy machine no series of the all-reduce may be a line
+            assert world.size != 2 or record["answers"][-1]["answer"].startswith("No answer: ")
         stamp = (folder / "step.json").stat().st_mtime_ns
     also = {name: folder.with_name(f"also.{name}") for name in ("output", "json")}
     more = [word for name, path in also.items() for word in (f"--{name}", str(path))]
