@@ -49,6 +49,7 @@ def test_passing_ranks_exit_0(job):
 
 def test_rank_that_fails_while_the_others_wait_ends_the_run(job):
     done, seconds = job(
+        "from tests.support.running import lockstep\nlockstep.GRACE_S = 1.0\n\n"
         "def test_it(mpi_world):\n    assert mpi_world.rank != 1, 'rank one gives up'\n    mpi_world.Barrier()\n"
     )
     assert done.returncode != 0

@@ -129,6 +129,7 @@ def check_chrome(entries, ranks):
             assert layer["ts"] <= entry["ts"] and entry["ts"] + entry["dur"] <= layer["ts"] + layer["dur"] + 1e-3
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.some(5)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_waiting_on_a_stream_for_a_work_is_not_the_callers_wait(stream):
     assert soon(lambda: alive() is None)
 
 
+@pytest.mark.sizes(2)
 @mpi
-@pytest.mark.every_size
 def test_two_streams_and_the_main_thread_at_once(mpi_world):
     """Three communicators in flight, every rank with delays of its own, 60 rounds of four operations."""
     n, delays = mpi_world.size, random.Random(mpi_world.rank)

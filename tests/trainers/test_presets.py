@@ -149,6 +149,7 @@ MIXTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", presets.MIXTURES)
 def test_a_mixture_of_experts_has_the_published_counts(name):
     config = parse(GPTTrainConfig, ["--preset", name, "--mock-data", "--seq-length", "512"], "pretrain_gpt")

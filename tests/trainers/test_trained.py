@@ -85,9 +85,9 @@ def sizes(world):
     return [1, world.size] if world.size > 1 else [1]
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.every_size
 def test_the_weights_are_those_of_the_file_at_every_size(world, saved, grids, tokenizer):
     """Whatever wrote it: tensor-parallel, bf16 under a sharded optimizer, with shards of the sequence."""
     runs = {

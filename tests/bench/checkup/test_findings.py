@@ -2,12 +2,12 @@
 
 import copy
 import json
-import subprocess
 import sys
 
 import pytest
 
 from bench.checkup.findings import ADVICE, WRONG, findings
+from tests.support import mpirun
 
 DEVICE = {"name": "eth0", "mbit_per_s": 10000}
 GPU = "NVIDIA H100 80GB HBM3 (79.1 GiB)"
@@ -34,7 +34,7 @@ def texts(ranks, rows=()):
 @pytest.mark.slow
 def test_the_keys_are_those_that_a_rank_tells(healthy):
     code = "from bench.checkup.facts import rank_facts; import json; print(json.dumps(rank_facts()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = mpirun.command([sys.executable, "-c", code], timeout=60, fresh=False)
     assert set(json.loads(done.stdout)) | {"node"} == set(healthy[0])
 
 

@@ -121,7 +121,7 @@ def test_a_planted_dependence_is_found_and_no_other(mpi_world, name, operation, 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] if name.endswith("rank") else [])
+        pytest.param(name, marks=[] if name == "engine-tree" else [pytest.mark.long])
         for name, (_, order) in IN_JOB.items()
         if order
     ],

@@ -189,6 +189,7 @@ def test_a_damaged_file_gets_a_note_and_the_rest_is_shown(tmp_path, capsys):
     assert "broken.json: not JSON" in text and "lacking.json: not UTF-8" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     """As `| head` does: standard output is a pipe that nobody reads."""

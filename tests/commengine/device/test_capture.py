@@ -60,5 +60,5 @@ def test_the_question_is_asked_beside_the_rule_and_the_rule_is_kept(tmp_path):
     library = tmp_path / "libcuda.so.1"
     words = ["cc", "-shared", "-fPIC", "-x", "c", "-", f"-Wl,-soname,{library.name}", "-o", str(library)]
     subprocess.run(words, input=DRIVER, text=True, check=True)
-    done = mpirun.command([sys.executable, "-c", PROGRAM, str(library)], timeout=60)
+    done = mpirun.command([sys.executable, "-c", PROGRAM, str(library)], timeout=60, fresh=False)
     assert done.stdout.splitlines() == ["False 0", "True 0"], done

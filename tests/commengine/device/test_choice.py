@@ -1,6 +1,5 @@
 """Which device a rank gets, and every reason why it cannot: found on all ranks before anything hangs."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from commengine.device.choice import (
     sharing_problem,
 )
 from commengine.device.nccl import load_runtime, to_install
+from tests.support import mpirun
 from tests.support.device.cuda_stand_in import host_runtime
 
 CUDA = torch.device("cuda")
@@ -109,9 +109,7 @@ HIDDEN = "import sys; sys.modules[{name!r}] = None; from commengine.device.nccl 
 
 @pytest.mark.slow
 def test_missing_cupy_names_the_extras():
-    done = subprocess.run(
-        [sys.executable, "-c", HIDDEN.format(name="cupy")], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = mpirun.command([sys.executable, "-c", HIDDEN.format(name="cupy")], timeout=60, fresh=False)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("commengine.errors.CollectiveError: CuPy cannot be imported")
     assert to_install() in last and "transport='staged' needs no CuPy" in last

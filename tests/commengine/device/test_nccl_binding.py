@@ -74,7 +74,7 @@ def test_an_error_has_nccls_own_words(tmp_path):
         "loaded = ctypes.CDLL(sys.argv[1])\n"
         "print(explain(NcclError('unhandled cuda error'))); print(explain(RuntimeError('other')))\n"
     )
-    done = mpirun.command([sys.executable, "-c", program, str(library)], timeout=60)
+    done = mpirun.command([sys.executable, "-c", program, str(library)], timeout=60, fresh=False)
     first, second, third = done.stdout.splitlines()
     assert (second, third) == ("unhandled cuda error (the driver is too old)", "other") and done.returncode == 0, done
     assert first == "unhandled cuda error"

@@ -75,9 +75,9 @@ def unstacked(named, config):
     return found
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.some(2)
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_losses_and_gradients_are_those_of_transformers(world, transformers, name):
     kind, sizes, _ = MODELS[name]

@@ -89,6 +89,7 @@ def test_files_are_those_of_one_rank(mpi_world, itself, folder, sharded):
     one.close()
 
 
+@pytest.mark.sizes(2)
 def test_masters_of_experts_go_along(mpi_world, itself, folder):
     """In bfloat16 with ZeRO-1: a run goes on at the layout of one rank, and back, without a change of its state."""
     mpi_world.barrier()

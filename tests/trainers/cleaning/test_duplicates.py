@@ -56,6 +56,7 @@ def chains():
     return texts, similarities(texts)
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("buckets", ["one", "some", "many"])
 def test_the_greedy_rule_is_exact(world, chains, buckets):
@@ -80,6 +81,7 @@ def test_the_greedy_rule_is_exact(world, chains, buckets):
     assert found <= compared and found >= (kept_one >= 0).sum()
 
 
+@pytest.mark.sizes(1, 2)
 def test_a_large_cluster_takes_a_comparison_for_each_document(world):
     rng = random.Random(7)
     (text,) = paragraphs(1, words=60)
@@ -91,6 +93,7 @@ def test_a_large_cluster_takes_a_comparison_for_each_document(world):
     assert compared < 5 * len(texts)  # all pairs would be 200 for each
 
 
+@pytest.mark.sizes(1, 2)
 def test_sketches_find_the_pairs(world):
     texts = in_order(with_copies(120, seed=9))
     values = similarities(texts)

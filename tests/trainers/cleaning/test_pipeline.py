@@ -93,8 +93,8 @@ def test_equal_texts_with_other_keys_beside_them(world, folder):
     assert len(outputs) == 1 and len(rows_of(folder / "out.jsonl")) == 5
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.mpi
-@pytest.mark.every_size
 def test_all_stages_together(world, folder):
     clean, held = paragraphs(20, words=20, seed=41), paragraphs(6, words=60, seed=42)
     german = "Der Ausschuss wird im Frühjahr wieder zusammentreten, wenn der Bericht erschienen ist. " * 5

@@ -104,12 +104,17 @@ BEFORE = "before the run began"
     [
         ("SIGINT", [], 130, f"interrupted (SIGINT) {BEFORE}\n"),
         ("SIGTERM", [], 75, f"SIGTERM {BEFORE}: nothing to save (exit status 75)\n"),
-        ("SIGUSR1", ["--exit-signal", "usr1"], 75, f"SIGUSR1 {BEFORE}: nothing to save (exit status 75)\n"),
+        pytest.param(
+            "SIGUSR1", ["--exit-signal", "usr1"], 75, f"SIGUSR1 {BEFORE}: nothing to save (exit status 75)\n",
+            marks=pytest.mark.long,
+        ),
         ("SIGUSR1", ["--exit-signal=SIGUSR1"], 75, f"SIGUSR1 {BEFORE}: nothing to save (exit status 75)\n"),
         ("SIGUSR1", ["--exit-signal", "nonsense", "--exit-signal"], -signal.SIGUSR1, ""),
-        ("SIGINT", ["--exit-signal", "INT"], 130, f"interrupted (SIGINT) {BEFORE}\n"),
+        pytest.param(
+            "SIGINT", ["--exit-signal", "INT"], 130, f"interrupted (SIGINT) {BEFORE}\n", marks=pytest.mark.long
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_signal_before_the_imports_are_done(tmp_path, number, flags, status, line):
     done = interrupted_imports(tmp_path, f"os.kill(os.getpid(), signal.{number})", "trainers.pretrain_gpt", *flags)
     assert (done.returncode, done.stderr) == (status, line)

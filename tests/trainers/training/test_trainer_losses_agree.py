@@ -119,8 +119,9 @@ def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "variant, plain", [("replayed", "sequence"), pytest.param("selective", "dropout", marks=pytest.mark.long)]
+    "variant, plain", [("replayed", "sequence"), ("selective", "dropout")]
 )
 def test_recomputation_and_asynchronous_gradients_change_no_bit(runs, rows, variant, plain):
     for key in ("lm_loss", "grad_norm"):
@@ -145,6 +146,7 @@ def test_initial_parameters_are_bit_identical(runs, layout):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", layouts(SPLIT))
 def test_final_parameters_agree(runs, layout):
     expected, found = model(runs, (1, 1), "plain"), model(runs, layout, "plain")

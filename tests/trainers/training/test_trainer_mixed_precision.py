@@ -67,9 +67,9 @@ def assert_same_bits(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.some(2)
 @pytest.mark.slow
-@pytest.mark.every_size
 @pytest.mark.parametrize(
     "precision",
     ["bf16", *(pytest.param(other, marks=pytest.mark.sizes(1, 2)) for other in PRECISIONS if other != "bf16")],
@@ -130,8 +130,8 @@ def test_losses_agree_with_every_option_of_the_layers(world, trainer, monkeypatc
         assert worst == 0 if same else 0 < worst < LOSSES[precision], (name, worst)
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.slow
-@pytest.mark.every_size
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.sizes(1, 2))])
 def test_a_shard_is_clipped_as_the_whole_is(world, alone, trainer, precision):
     """Clipped runs differ by the rounding of the norm; with the norm of a shard alone they would be far off."""

@@ -20,8 +20,8 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.mpi
-@pytest.mark.every_size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "distributed"),

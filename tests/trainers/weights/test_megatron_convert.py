@@ -42,8 +42,8 @@ def written(world, folder, theirs):
     return written
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.slow
-@pytest.mark.every_size
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_versions_at_all_sizes_are_the_model_of_transformers(world, alone, theirs, written, name):
     wanted = from_hugging_face(dict(theirs(name).named_parameters()), CONFIGS[name])
