@@ -201,9 +201,7 @@ def test_make_train_does_not_make_up_data(tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not [*(mpirun.ROOT / ".venv").glob(".installed-*")], reason="no .venv of make")
-@pytest.mark.parametrize(
-    "chosen", [(), ("DEVICE=cpu",)], ids=["nothing", "the CPU"]
-)
+@pytest.mark.parametrize("chosen", [(), ("DEVICE=cpu",)], ids=["nothing", "the CPU"])
 def test_make_train_tells_who_has_chosen_nothing_of_the_gpu(data, tmp_path, chosen):
     mpi = next((mpirun.ROOT / ".venv").glob(".installed-*")).name.removeprefix(".installed-")
     words = (f"MPI={mpi}", f"DATA={data}", "ARGS=--no-such-option", *chosen)

@@ -32,9 +32,7 @@ def states(*times):
 
 
 def test_one_rank_is_told_why_it_has_no_states():
-    assert States(alone()).lines() == [
-        "- states of the machine: not told apart, because one rank sends no messages"
-    ]
+    assert States(alone()).lines() == ["- states of the machine: not told apart, because one rank sends no messages"]
 
 
 def test_turns_are_counted_for_their_state():

@@ -27,7 +27,7 @@ import mpi4py  # noqa: F401
 import numpy as np
 import safetensors.torch  # noqa: F401
 import tokenizers  # noqa: F401
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401 - the first optimizer imports it, which takes a second
 import yaml  # noqa: F401
 
 

@@ -248,7 +248,9 @@ def test_a_run_whose_folder_is_renamed_ends_with_one_error_and_loses_nothing(tmp
     folder, away = tmp_path / "run", tmp_path / "away"
     words = [*mock, "--save", str(folder), "--save-interval", "2", "--train-iters", "100000"]
     process = mpirun.start(
-        [sys.executable, "-m", "trainers.pretrain_gpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-m", "trainers.pretrain_gpt", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         fresh=False,
     )
     try:

@@ -97,7 +97,9 @@ def model(runs, layout, variant):
     return load_file(runs[(*layout, variant)] / last / "model.safetensors")
 
 
-@pytest.mark.parametrize("variant", [*(pytest.param(name, marks=pytest.mark.long) for name in ("plain", "dropout")), "llama"])
+@pytest.mark.parametrize(
+    "variant", [*(pytest.param(name, marks=pytest.mark.long) for name in ("plain", "dropout")), "llama"]
+)
 @pytest.mark.parametrize("layout", layouts(SPLIT, [(2, 2)]))
 def test_losses_and_norms_are_those_of_one_rank(runs, rows, record_property, layout, variant):
     for key, scale in (("lm_loss", 1.0), ("grad_norm", None)):
@@ -120,9 +122,7 @@ def test_sequence_parallelism_changes_only_rounding(runs, rows, layout):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "variant, plain", [("replayed", "sequence"), ("selective", "dropout")]
-)
+@pytest.mark.parametrize("variant, plain", [("replayed", "sequence"), ("selective", "dropout")])
 def test_recomputation_and_asynchronous_gradients_change_no_bit(runs, rows, variant, plain):
     for key in ("lm_loss", "grad_norm"):
         assert torch.equal(*(numbers(runs, rows, (2, 1), name, key) for name in (variant, plain)))

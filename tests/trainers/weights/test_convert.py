@@ -55,7 +55,10 @@ def plain_torch(model, samples):
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("GPT-2", marks=pytest.mark.sizes(1, 2)), pytest.param("Qwen 2", marks=[pytest.mark.sizes(4), pytest.mark.long])],
+    [
+        pytest.param("GPT-2", marks=pytest.mark.sizes(1, 2)),
+        pytest.param("Qwen 2", marks=[pytest.mark.sizes(4), pytest.mark.long]),
+    ],
 )
 def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs, folder, command, name):
     """From the folder itself and from a converted run: the same losses; handed back, the same parameters."""
