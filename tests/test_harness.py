@@ -283,7 +283,7 @@ def test_tests_run_counts_and_times_every_test_that_it_selects(tmp_path):
         "-p",
         "tests.conftest",
     ]
-    argv = [sys.executable, str(HERE / "run"), *options, str(tmp_path)]
+    argv = [sys.executable, str(HERE / "run"), *options, "-n0", str(tmp_path)]
     done = mpirun.command(argv, timeout=60, env={"RANKS": "0"})
     assert done.returncode == 1, done
     *_, head, first, second, third, between, of_files, file, gap, of_failed, bad, blank, last = done.stdout.splitlines()

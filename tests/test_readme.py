@@ -25,8 +25,8 @@ EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 @pytest.mark.parametrize(
     "n, grid, calls",
     [
-        (4, "tensor=2, data=1", "1"),
-        pytest.param(2, "tensor=1, data=1", None, marks=pytest.mark.long),
+        pytest.param(4, "tensor=2, data=1", "1", marks=pytest.mark.long),
+        (2, "tensor=1, data=1", None),
     ],
 )
 def test_the_example_prints_its_grid_shape_and_communication(tmp_path, n, grid, calls):

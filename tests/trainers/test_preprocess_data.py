@@ -394,7 +394,7 @@ def test_stdlib_text() -> None:
 
 @pytest.mark.slow
 def test_from_stdlib(inputs: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = list(itertools.islice(stdlib_text.documents(), 300))  # to make all takes seconds
+    documents = list(itertools.islice(stdlib_text.documents(), 180))  # to make all takes seconds
     monkeypatch.setattr(stdlib_text, "documents", lambda: iter(documents))
     done = here("--from-stdlib", "--train-bpe", "1000", "--output-prefix", "std", "--workers", "1")
     assert done.returncode == 0, done.stderr
@@ -402,7 +402,7 @@ def test_from_stdlib(inputs: Path, here: Here, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(found) == sorted(documents)
     # Shuffled: the help topics, which come first, reach the last tenth.
     topics = set(documents[:70])
-    assert 0 < len(topics.intersection(found[-len(found) // 10 :])) < 20
+    assert 0 < len(topics.intersection(found[-len(found) // 10 :])) < 18
 
 
 @pytest.mark.long

@@ -108,7 +108,10 @@ def test_a_step_of_the_real_trainer_takes_its_products_and_its_gradients(mpi_wor
         pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.long),
         pytest.param({"use_distributed_optimizer": True}, marks=pytest.mark.long),
         pytest.param({"overlap_grad_reduce": True}, marks=pytest.mark.long),
-        {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "overlap_p2p_communication": True},
+        pytest.param(
+            {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "overlap_p2p_communication": True},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda one: "-".join(one),
 )

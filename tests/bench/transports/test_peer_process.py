@@ -94,13 +94,13 @@ def test_the_lock_of_a_build_that_was_killed_goes_before_the_next_build(monkeypa
     assert locked == ([False, False] if rank == 0 else [True])
 
 
-@pytest.mark.some(1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("peer", "message"),
     [
         (Peer("bench.peers.no_such_program", "x", ("all_reduce",)), "No module named bench.peers.no_such_program"),
-        (Peer(f"{CALLS}.compiled", "no_such_loop", ("all_reduce",), one_node=True), "KeyError: 'no_such_loop'"),
+        pytest.param(Peer(f"{CALLS}.compiled", "no_such_loop", ("all_reduce",), one_node=True),
+                     "KeyError: 'no_such_loop'", marks=pytest.mark.long),
         (Peer(f"{CALLS}.another_mpi", "mpi4py", ("all_reduce",), environment="nowhere", job=True, one_node=True),
          "is not installed here; make rivals installs it"),
     ],

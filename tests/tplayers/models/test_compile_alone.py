@@ -72,6 +72,7 @@ def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, se
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_graph_has_the_operators(itself, sequence_parallel):

@@ -54,6 +54,7 @@ def test_equals_the_module_on_the_whole_field(comm, name):
     equals_whole(made(name), comm, MODULES[name].channels, MODULES[name].shape)
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("name", ["U-Net, transposed", "U-Net, 3 axes", "ResNet", "ASPP"])
 def test_in_evaluation(comm, name):
     module = made(name)
@@ -68,6 +69,7 @@ def test_is_refused_by_name_on_every_rank(comm, name):
     assert re.search(REFUSED[name], text), text
 
 
+@pytest.mark.sizes(1, 2)
 def test_weights_of_torch_load_and_go_back(comm):
     """In a strict load in both directions, by names alone; and the module that is sharded stays as it is."""
     module, other = made("U-Net, one pool"), made("U-Net, one pool")
@@ -84,6 +86,7 @@ def test_weights_of_torch_load_and_go_back(comm):
     module.load_state_dict(sharded.state_dict())
 
 
+@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("shape", [(16, 12), (19, 17)])
 def test_a_unet_has_the_bits_of_the_one_of_tplayers(comm, shape):
     grid, field = uneven(comm, shape)
@@ -96,6 +99,7 @@ def test_a_unet_has_the_bits_of_the_one_of_tplayers(comm, shape):
     assert "Blocks" not in ours.program
 
 
+@pytest.mark.sizes(1, 2)
 def test_modes_and_frozen_parameters_are_taken_over(comm):
     module = made("U-Net, transposed").train()
     module.inc.eval().requires_grad_(False)
@@ -105,6 +109,7 @@ def test_modes_and_frozen_parameters_are_taken_over(comm):
     assert not sharded.eval().down1.training
 
 
+@pytest.mark.sizes(1, 2)
 def test_training_follows_torch(comm):
     """Three steps of Adam on a classifier: the loss that every rank has is divided by the ranks."""
     module = made("DenseNet")
@@ -158,6 +163,7 @@ def test_ranks_with_different_modules_get_an_error(comm):
         sharded(torch.ones(1, 1, *field.local_shape(grid.coords)))
 
 
+@pytest.mark.sizes(1, 2)
 def test_layers_of_tplayers_in_a_module_stay(comm):
     """What is refused has a rewrite that `shard` takes."""
     grid, field = uneven(comm, (8, 10))

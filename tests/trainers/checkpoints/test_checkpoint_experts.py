@@ -46,6 +46,7 @@ def state(made):
     return found | {name: one.clone() for name, one in made.optimizer.unsharded()}
 
 
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_files_are_those_of_one_rank(mpi_world, itself, folder, sharded):
     """A state that one rank saved is read at every layout, and saved again: the same bytes, and as an export."""

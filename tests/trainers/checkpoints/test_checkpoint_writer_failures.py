@@ -82,19 +82,20 @@ def stop_at(number, error, *, once=False):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("case", "background"),
+    ("case", "background", "step"),
     [
-        pytest.param("first", False, marks=pytest.mark.long),
-        pytest.param("same name", False, marks=pytest.mark.long),
-        ("second", True),
+        pytest.param("first", False, 1, marks=pytest.mark.long),
+        pytest.param("same name", False, 1, marks=pytest.mark.long),
+        pytest.param("second", True, 1, marks=pytest.mark.long),
+        ("second", True, 3),
     ],
 )
-def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background):
+def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone, tmp_path, case, background, step):
     """Then the same command goes on, and its next save leaves nothing behind of the one that was cut."""
     this = made(alone, 1)
     old, iteration = (None, 1) if case == "first" else (0.0, 1 if case == "same name" else 2)
     seen = set()
-    for number in range(1, 200):
+    for number in range(1, 200, step):
         folder = tmp_path / str(number)
         if case != "first":
             save(folder, this, 0.0, 1)
@@ -110,7 +111,7 @@ def test_a_kill_before_any_change_leaves_the_old_checkpoint_or_the_new_one(alone
             assert all(re.fullmatch(r"iter_\d{7}|latest", path.name) for path in folder.iterdir())
         else:
             break
-    assert number > 15 and operations.count == number - 1
+    assert number > 15 and number - step <= operations.count < number
     assert seen == {old, 1.0}
     this[0].close()
 
