@@ -19,6 +19,9 @@ INDEPENDENT = (
 #: files whose jobs keep four ranks busy; two such jobs at once on two cores take longer than one after the other. Those
 #: with tests that ask for the fixture ``pretrain``, which has such a job, are among them.
 BUSY = ("tests/bench/test_collectives.py", "tests/commengine/shared_memory/test_sequence.py")
+#: tests whose ranks wait for each other without a pause: beside another job they take four times as long as alone, so
+#: they come last, where there is least beside them
+LAST = ("tests/commengine/calls/test_dispatch.py::test_drawn_calls_that_are_left_at_a_drawn_moment",)
 
 
 class Queue:
@@ -77,9 +80,10 @@ def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     groups: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     seconds: Counter[str] = Counter()
     for item, file in zip(items, files, strict=True):
-        name = item.nodeid if file in INDEPENDENT else "busy" if file in busy else file
+        name = item.nodeid if file in INDEPENDENT or item.nodeid in LAST else "busy" if file in busy else file
         groups[name].append(item)
         of_file = known.get(file, {}).get("1" if item.get_closest_marker("mpi") else "0")
         guess = 0.5 if item.get_closest_marker("slow") else 0.01
         seconds[name] += guess if of_file is None else of_file / tests[file]  # type: ignore[assignment]
-    return [groups[name] for name, _ in seconds.most_common()]
+    order = sorted(seconds, key=lambda name: (name in LAST, -seconds[name]))
+    return [groups[name] for name in order]
