@@ -1,9 +1,10 @@
-"""Run command lines of trainers' commands one after the other in one MPI job: ``commands.py FOLDER PARENT NUMBER``.
+"""Run command lines of trainers' commands one after the other in one MPI job: ``commands.py FOLDER NUMBER``.
 
 Starting an MPI job takes seconds, mostly for importing torch, and a run of a tiny model takes milliseconds. Each
 command gets a communicator over the first ranks of the job, and ends as `launch.run` would end it. A crash ends the
-whole job. The job waits for the file NUMBER.runs.json in FOLDER, runs its command lines, writes NUMBER.outcomes.json,
-and waits for the next number; null in place of command lines ends it, as does the death of the process PARENT.
+whole job. Each rank waits for a byte in the named pipe RANK.asked of FOLDER; then the job runs the command lines of
+NUMBER.runs.json, writes NUMBER.outcomes.json, and waits for the next number. Null in place of command lines ends it, as
+does the death of the process that holds the pipes.
 
 Runs: a list of [ranks, arguments, command, such as pretrain_gpt, signals, standard input]; signals: a list
 of [place, iteration, rank, name], where the rank sends itself a signal in a "step", a "save" or an "evaluation" of this
@@ -96,28 +97,25 @@ def run(comm: MPI.Intracomm, arguments: list[str], command: str, said: str) -> d
 
 
 def wait(request: MPI.Request) -> None:
-    """Wait for all ranks, and leave the cores to others."""
+    """Wait for all ranks. A rank that wakes up often takes a core from two that wait for each other, for a while."""
+    pause = 0.001
     while not request.Test():
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
-def awaited(world: MPI.Intracomm, path: Path, parent: int) -> Any:
-    """The content of a file of JSON, when it is there. Collective."""
-    began = time.monotonic()
-    while world.rank == 0 and not path.exists():
-        time.sleep(0.002 if time.monotonic() - began < 1 else 0.02)
-        try:
-            os.kill(parent, 0)
-        except ProcessLookupError:
-            world.Abort(1)
-    wait(world.Ibarrier())
+def awaited(world: MPI.Intracomm, asked: io.RawIOBase, path: Path) -> Any:
+    """The content of a file of JSON, when there is a byte in the pipe ``asked``."""
+    if not asked.read(1):
+        world.Abort(1)
     return json.loads(path.read_text())
 
 
 if __name__ == "__main__":
-    folder, parent, number = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
     world, signals = MPI.COMM_WORLD, Signals()
-    while (asked := awaited(world, folder / f"{number}.runs.json", parent)) is not None:
+    pipe = (folder / f"{world.rank}.asked").open("rb", buffering=0)
+    while (asked := awaited(world, pipe, folder / f"{number}.runs.json")) is not None:
         mine = []
         for ranks, arguments, command, planned, said in asked:
             signals.planned = planned

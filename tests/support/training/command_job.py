@@ -25,6 +25,7 @@ class CommandJob:
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
         self._process: subprocess.Popen[str] | None = None
+        self._pipes: list[int] = []
 
     def run(self, runs: list[Any], timeout: float) -> list[Any]:
         """Run command lines and return their outcomes, in the forms of tests/jobs/commands.py.
@@ -40,13 +41,13 @@ class CommandJob:
         asked, found = (self._folder / f"{self._number}.{name}.json" for name in ("runs", "outcomes"))
         deadline = time.monotonic() + timeout
         try:
-            _publish(asked, runs)
+            self._ask(asked, runs)
             while not found.exists():
                 if self._process.poll() is not None:
                     raise AssertionError(f"the job ended early: {self._log.read_text(errors='replace')[-4000:]}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout:g} s: {self._log.read_text(errors='replace')[-4000:]}")
-                time.sleep(0.005)
+                time.sleep(0.01)
         except BaseException:
             mpirun.stop(self._process)
             raise
@@ -58,7 +59,15 @@ class CommandJob:
         return self._folder / "log"
 
     def _start(self) -> None:
-        words = [str(mpirun.JOBS / "commands.py"), str(self._folder), str(os.getpid()), str(self._number + 1)]
+        words = [str(mpirun.JOBS / "commands.py"), str(self._folder), str(self._number + 1)]
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes = []
+        for rank in range(RANKS):
+            path = self._folder / f"{rank}.asked"
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+            self._pipes.append(os.open(path, os.O_RDWR))  # which does not wait for the rank, as O_WRONLY does
         with self._log.open("w") as file:
             self._process = mpirun.start(
                 [mpirun.mpiexec(), "-n", str(RANKS), sys.executable, *words],
@@ -70,12 +79,21 @@ class CommandJob:
         if self._process is None:
             return
         if self._process.poll() is None:
-            _publish(self._folder / f"{self._number + 1}.runs.json", None)
+            self._ask(self._folder / f"{self._number + 1}.runs.json", None)
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
                 mpirun.stop(self._process)
         self._process = None
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes = []
+
+    def _ask(self, path: Path, runs: list[Any] | None) -> None:
+        """Give command lines to all ranks; None: the job is to end."""
+        _publish(path, runs)
+        for pipe in self._pipes:
+            os.write(pipe, b"!")
 
 
 def _publish(path: Path, content: Any) -> None:
