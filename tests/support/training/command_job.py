@@ -10,11 +10,9 @@ from typing import Any
 
 from tests.support import mpirun
 
-RANKS = 4
-
 
 class CommandJob:
-    """A job of `RANKS` ranks that runs command lines (tests/jobs/commands.py), started by the first that is asked for.
+    """A job of ``ranks`` ranks that runs command lines (tests/jobs/commands.py); the first of them start it.
 
     Starting a job takes each rank two seconds, and a run of a tiny model milliseconds. After a crash or a timeout the
     next command lines get a new job.
@@ -22,8 +20,8 @@ class CommandJob:
     folder: a new one, for the files through which the job is asked.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
+    def __init__(self, folder: Path, ranks: int = 4) -> None:
+        self._ranks, self._folder, self._number = ranks, folder, 0
         self._process: subprocess.Popen[str] | None = None
         self._pipes: list[int] = []
 
@@ -63,14 +61,14 @@ class CommandJob:
         for pipe in self._pipes:
             os.close(pipe)
         self._pipes = []
-        for rank in range(RANKS):
+        for rank in range(self._ranks):
             path = self._folder / f"{rank}.asked"
             path.unlink(missing_ok=True)
             os.mkfifo(path)
             self._pipes.append(os.open(path, os.O_RDWR))  # which does not wait for the rank, as O_WRONLY does
         with self._log.open("w") as file:
             self._process = mpirun.start(
-                [mpirun.mpiexec(), "-n", str(RANKS), sys.executable, *words],
+                [mpirun.mpiexec(), "-n", str(self._ranks), sys.executable, *words],
                 stdout=file.fileno(), stderr=subprocess.STDOUT, fresh=False,
             )  # fmt: skip
 

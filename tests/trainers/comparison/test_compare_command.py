@@ -4,12 +4,11 @@ The run on two ranks is killed after a checkpoint, and goes on at another layout
 """
 
 import json
-import os
 import shutil
 
 import pytest
 
-from tests.support import mpirun
+from tests.support.training.command_job import CommandJob
 from trainers.compare import main
 
 pytestmark = pytest.mark.slow
@@ -25,10 +24,11 @@ def runs(tmp_path_factory, pretrain, mock):
     folders = {name: str(home / name) for name in ("one rank", "two ranks", "plain")}
     first = [*mock, *STEPS, "--deterministic", "--use-distributed-optimizer", "--save", folders["two ranks"]]
     kill = ["step", 4, 1, "KILL"]  # rank 1, in the fourth step
-    (home / "0.runs.json").write_text(json.dumps([[2, first, "pretrain_gpt", [kill], ""]]))
-    killed = mpirun.run(2, str(mpirun.JOBS / "commands.py"), str(home), str(os.getpid()), "0")
-    assert killed.returncode != 0 and not (home / "0.outcomes.json").exists()
-    assert [path.name for path in (home / "two ranks").glob("iter_*")] == ["iter_0000002"], killed.stderr
+    job = CommandJob(tmp_path_factory.mktemp("job"), ranks=2)
+    with pytest.raises(AssertionError, match="the job ended early"):
+        job.run([[2, first, "pretrain_gpt", [kill], ""]], 60)
+    job.close()
+    assert [path.name for path in (home / "two ranks").glob("iter_*")] == ["iter_0000002"]
     flags = {
         "one rank": (1, ["--deterministic"]),
         "two ranks": (2, ["--deterministic", SPLIT, "--sequence-parallel", "--load", folders["two ranks"]]),
