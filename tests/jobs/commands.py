@@ -101,7 +101,7 @@ def wait(request: MPI.Request) -> None:
     pause = 0.001
     while not request.Test():
         time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+        pause = min(2 * pause, 0.005)
 
 
 def awaited(world: MPI.Intracomm, asked: io.RawIOBase, path: Path) -> Any:

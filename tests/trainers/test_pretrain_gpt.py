@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import mpirun
+from tests.support.training.runs import has_long_tests
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 
@@ -220,7 +221,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory, data, tiny, mock, pretrain):
+def refused(request, tmp_path_factory, data, tiny, mock, pretrain):
     """(ranks, case) -> (outcome, what the line must say)."""
     folder = tmp_path_factory.mktemp("bad")
     for name, content in (
@@ -248,7 +249,7 @@ def refused(tmp_path_factory, data, tiny, mock, pretrain):
         return word
 
     commands, keys = [], []
-    for n in (1, 2):
+    for n in (1, 2) if has_long_tests(request) else (2,):
         for name, (words, _) in REFUSED.items():
             base = tiny if words[0] == "{plain}" else mock
             arguments = [filled(word) for word in words if word != "{plain}"]
@@ -260,7 +261,7 @@ def refused(tmp_path_factory, data, tiny, mock, pretrain):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_bad_input_is_one_line_and_exit_code_2_on_all_ranks(refused, n, name):
     outcome, says = refused[n, name]
     assert outcome.codes == [2] * n, outcome.err
