@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         sizes.OPTION,
-        action="store_true",
+        choices=("usual", "quick"),
         dest="chosen",
-        help="leave out what make test leaves out on this number of ranks (see running/sizes.py)",
+        help="leave out what make test, or test-quick, leaves out on this number of ranks (see running/sizes.py)",
     )
     parser.addoption(
         "--collected",
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             from mpi4py import MPI
 
             size = MPI.COMM_WORLD.size
-        chosen = dict.fromkeys(sizes.chosen(items, size))
+        chosen = dict.fromkeys(sizes.chosen(items, size, quick=config.getoption("chosen") == "quick"))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 

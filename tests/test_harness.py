@@ -180,14 +180,17 @@ def test_rank_that_dies_ends_the_run(job):
 
 
 @pytest.mark.parametrize(
-    "n, passed",
+    "n, selection, passed",
     [
-        pytest.param(1, "case_of[1] drawn[0] every one_or_two", marks=pytest.mark.long),
-        (2, "drawn[0] drawn[1] drawn[2] every one_or_two two_or_more usual"),
-        pytest.param(4, "case_of[4] drawn[0] every four two_or_more", marks=pytest.mark.long),
+        pytest.param(1, "usual", "case_of[1] drawn[0] every one_or_two", marks=pytest.mark.long),
+        (2, "usual", "drawn[0] drawn[1] drawn[2] every one_or_two some[2] two_or_more usual"),
+        pytest.param(
+            2, "quick", "drawn[0] drawn[2] every one_or_two some[2] two_or_more usual", marks=pytest.mark.long
+        ),
+        pytest.param(4, "usual", "case_of[4] drawn[0] every four two_or_more", marks=pytest.mark.long),
     ],
 )
-def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
+def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, selection, passed):
     text = (
         "def test_usual(mpi_world):\n    pass\n\n"
         "@pytest.mark.every_size\ndef test_every(mpi_world):\n    pass\n\n"
@@ -196,10 +199,11 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
         "@pytest.mark.sizes(1, 2)\ndef test_one_or_two(mpi_world):\n    pass\n\n"
         "@pytest.mark.every_size\n@pytest.mark.parametrize('n', [0, 1, 2, pytest.param(3, marks=pytest.mark.long)])\n"
         "def test_drawn(mpi_world, n):\n    assert n < 3\n\n"
+        "@pytest.mark.some(1)\n@pytest.mark.parametrize('n', [0, 1, 2])\ndef test_some(mpi_world, n):\n    pass\n\n"
         "CASES = [pytest.param(n, id=str(n), marks=pytest.mark.sizes(n)) for n in (1, 4)]\n"
         "@pytest.mark.every_size\n@pytest.mark.parametrize('n', CASES)\ndef test_case_of(mpi_world, n):\n    pass\n"
     )
-    done, _ = job(text, n, "-v", sizes.OPTION, "-m", "mpi and not long", fresh=False)
+    done, _ = job(text, n, "-v", f"{sizes.OPTION}={selection}", "-m", "mpi and not long", fresh=False)
     assert done.returncode == 0, done
     assert sorted(re.findall(r"test_it.py::test_(\S+) PASSED", done.stdout)) == passed.split()
     assert "SKIPPED" not in done.stdout
@@ -208,7 +212,7 @@ def test_a_size_that_a_test_does_not_depend_on_is_left_out(job, n, passed):
 @pytest.mark.long
 def test_a_test_for_more_ranks_than_any_run_has_is_an_error(job):
     text = "@pytest.mark.mpi(min_size=5)\ndef test_it(mpi_world):\n    pass\n"
-    done, _ = job(text, 2, sizes.OPTION, fresh=False)
+    done, _ = job(text, 2, f"{sizes.OPTION}=usual", fresh=False)
     assert done.returncode != 0
     assert "test_it.py::test_it needs 5 ranks" in done.stdout + done.stderr
 

@@ -11,22 +11,25 @@ SIZES = (1, 2, 4)
 USUAL = 2
 #: pytest's option, with which a run leaves out what `chosen` does
 OPTION = "--chosen"
+#: the cases of each function that ``make test-quick`` runs
+QUICK = 2
 
 
-def chosen(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
+def chosen(items: Iterable[pytest.Item], size: int, *, quick: bool = False) -> list[pytest.Item]:
     """Return the tests that ``make test`` runs on ``size`` ranks, and those that are not marked ``mpi``.
 
     A test runs on 2 ranks, or on the smallest of SIZES that its ``min_size`` allows. One that is marked ``every_size``,
     or ``sizes`` with other numbers, runs on these, too; of a function with several cases only one does, which its name
     draws, unless the mark is that of the case. The mark of a case counts before that of its function, and this before
     that of the file. Of a function that is marked ``some(n)`` only n cases run, which their names draw.
+    quick: of no function run more than QUICK cases.
     """
     found: list[pytest.Item] = []
     drawn: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     some: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("mpi"):
-            (some[function(item)] if item.get_closest_marker("some") else found).append(item)
+            (some[function(item)] if quick or item.get_closest_marker("some") else found).append(item)
             continue
         least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
         if least > max(SIZES):
@@ -40,13 +43,15 @@ def chosen(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
         if size < least or size not in sizes:
             continue
         if size == usual or marks[0] in of_the_case:
-            (some[function(item)] if item.get_closest_marker("some") and size == usual else found).append(item)
+            of_some = size == usual and (quick or item.get_closest_marker("some"))
+            (some[function(item)] if of_some else found).append(item)
         else:
             drawn[function(item)].append(item)
     found += [cases[zlib.crc32(name.encode()) % len(cases)] for name, cases in drawn.items()]
     for cases in some.values():
-        (number,) = cases[0].get_closest_marker("some").args  # type: ignore[union-attr]
-        found += sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[:number]
+        mark = cases[0].get_closest_marker("some")
+        most = min([*(mark.args if mark else ()), *([QUICK] if quick else ())])
+        found += sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[:most]
     there = set(found)
     return [item for item in items if item in there]
 
