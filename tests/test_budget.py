@@ -67,6 +67,7 @@ def test_only_a_second_excess_fails(monkeypatch, second, fails):
     assert over("usual", {}, 116.0, 2.0, again) == []
 
 
+@pytest.mark.slow
 def test_a_tally_makes_the_seconds_of_a_file(tmp_path):
     (tmp_path / "tally-2").write_text(
         "begun 0.000 tests/a.py::test_x\npassed 1.250 tests/a.py::test_x\nfailed 0.500 tests/a.py::test_y[a b]\n"

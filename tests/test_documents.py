@@ -172,6 +172,7 @@ def parse_pip(words: list[str]) -> None:
     assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
 
 
+@pytest.mark.slow
 @each("command", COMMANDS, ids)
 def test_command_is_parsed(command, data):
     if command.text in NOT_OURS:

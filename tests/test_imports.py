@@ -175,6 +175,7 @@ def _is_alias_of_torch(node: ast.AST) -> bool:
     return isinstance(node, ast.Import) and node.names[0].name == "torch" and bool(node.names[0].asname)
 
 
+@pytest.mark.slow
 def test_each_file_imports_only_what_it_may():
     assert [(path, found) for path in FILES if (found := faults(path, (ROOT / path).read_text(encoding="utf-8")))] == []
 
@@ -330,6 +331,7 @@ def graph() -> dict[str, set[str]]:
     return {module: imports(path, (ROOT / path).read_text(encoding="utf-8")) for module, path in MODULES.items()}
 
 
+@pytest.mark.slow
 def test_no_circle_of_imports_those_for_types_included(graph: dict[str, set[str]]):
     assert not circle(graph), " imports ".join(circle(graph))
 

@@ -15,6 +15,7 @@ PROJECT = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
+@pytest.mark.slow
 def test_wheel_holds_all_modules_and_their_data(tmp_path):
     pytest.importorskip("setuptools", "77", reason="the build back end, setuptools 77 or newer, is not installed")
     source, wheels = tmp_path / "source", tmp_path / "wheels"

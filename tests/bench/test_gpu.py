@@ -35,6 +35,7 @@ def test_flops_of_a_step_are_those_of_its_products():
     assert model_flops(GPTConfig(layers, h, 4, v, s).cost_shape(s), b) == pytest.approx(3 * forward)
 
 
+@pytest.mark.slow
 def test_the_machine_is_told_without_secrets(capfd, monkeypatch):
     from bench import gpu
 

@@ -71,6 +71,7 @@ def test_table_2_time_an_epoch():
         assert step.total == pytest.approx(days * 86400 / paper.EPOCH_ITERATIONS, rel=bound)
 
 
+@pytest.mark.slow
 def test_ablation_shows_each_part_and_each_constant(capsys):
     assert call("--paper", "--ablation") == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.count("|") == 18]
@@ -236,6 +237,7 @@ def test_the_llama_family_has_the_trainers_shape(tmp_path, capsys):
     assert {one["tensor"] for one in json.loads(path.read_text())["candidates"]} == {1, 2, 4, 8, 16}
 
 
+@pytest.mark.slow
 def test_plan_of_the_paper_needs_8_gpus_a_model(tmp_path, capsys):
     """18 bytes x 8.3e9 / 4 are 37 GB: on 32 GB cards only 8-way splits are left, and the others are told apart."""
     argv = ("--plan", "--model", "8.3b", "--gpus", 16, "--global-batch-size", 16, "--json", tmp_path / "plan.json")
@@ -327,6 +329,7 @@ def test_json_says_what_was_predicted(tmp_path):
     assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-8.3b", pytest.param("bert-3.9b", marks=pytest.mark.long)])
 def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
     preset, cluster_name = PRESETS[name], "dgx-a100"

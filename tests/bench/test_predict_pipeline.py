@@ -23,6 +23,7 @@ def call(*argv):
     return predict.main([str(one) for one in argv])
 
 
+@pytest.mark.slow
 def test_the_paper_of_2021(tmp_path, capsys):
     """Table 1 within 4% on average and 9% at most; what is read off Figures 12 and 16 likewise."""
     assert call("--paper", 2021, "--json", tmp_path / "paper.json") == 0

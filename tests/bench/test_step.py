@@ -73,6 +73,7 @@ def counts(result, part):
     return {(row["phase"], row["operation"]): (row["count"], row["bytes"]) for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("files", [True, False])
 def test_command_traces_what_the_formulas_say(files, world, folder):

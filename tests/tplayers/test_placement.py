@@ -80,6 +80,7 @@ def all_padded_parts(draw):
     return [Placement(shape, index=index, view=view, padded=more, **split) for index in range(count)]
 
 
+@pytest.mark.slow
 @given(all_padded_parts())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_padded_parts_are_those_of_the_tensor_with_zeros(placements):

@@ -82,6 +82,7 @@ def test_the_order_of_words_changes_nothing(served, order):
         served.say(rank, actor=0, time=None)
 
 
+@pytest.mark.slow
 def test_a_collective_waits_for_a_rank_that_may_still_come_before_it(served):
     """Ranks 0 and 1 are ready at 0.5. Rank 2, at 0.1, could still send a message over the same links before."""
     served.reduce(0, [0, 1], 0.5)

@@ -111,6 +111,7 @@ def test_alpha_and_beta_are_not_negative():
         assert min(part.alpha, part.beta, part.alpha_interval[0], part.beta_interval[0]) == 0
 
 
+@pytest.mark.slow
 def test_model_file_loads_and_predicts(tmp_path, capsys):
     random = np.random.default_rng(0)
 
@@ -284,6 +285,7 @@ def test_times_that_do_not_depend_on_the_size_have_no_bandwidth(tmp_path, capsys
     assert "| 0 [0 to 0] | 1 [1 to 1] |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_drawn_files_keep_their_bounds(tmp_path):
     """A sample of ``python -m tests.bench.study.drawn``: bounds hold for many files, and nothing moves a model."""
     found = [drawn.judged(1, number, tmp_path) for number in range(24)]

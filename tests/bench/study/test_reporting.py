@@ -148,6 +148,7 @@ def test_the_answers_of_a_study_stand_first_and_once(tmp_path):
     assert text.index("How &amp; why?") < text.index("Notes") and "twice" not in text
 
 
+@pytest.mark.slow
 def test_the_projects_own_results(tmp_path):
     folder = mpirun.ROOT / "bench" / "results"
     assert reporting.main([str(folder), "--output", str(tmp_path / "page.html")]) == 0

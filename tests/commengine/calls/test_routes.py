@@ -205,6 +205,7 @@ class Stress:
 LONG = [pytest.param(table, *more, marks=pytest.mark.long) for table in TABLES for more in ((1500, 0.0), (800, 2e-3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "rounds", "jitter"), [("measured", 20, 0.0), *LONG])
 def test_random_collectives(mpi_world, table, rounds, jitter):
     """Two groups, each with a stream; private tensors and parts of windows; all sizes."""

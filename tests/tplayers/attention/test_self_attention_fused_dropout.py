@@ -114,6 +114,7 @@ def test_dropout_that_drops_nothing_is_plain_attention(ranks_of):
     torch.testing.assert_close(layers[0](x, randomness), layers[1](x, randomness))
 
 
+@pytest.mark.slow
 def test_needs_randomness_a_known_word_and_no_compiler(ranks_of):
     with pytest.raises(ValueError, match=r"dropout at layers\.3\.attention: .* needs randomness=tplayers\.Randomness"):
         attention(*ranks_of(1), site="layers.3.attention")(torch.zeros(S, B, H))

@@ -301,6 +301,7 @@ def test_a_rank_with_another_field_is_found(mpi_world, programs):
             Bridge(other, comm, gives, takes)
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("rank", [pytest.param(None, marks=pytest.mark.long), 0])
 def test_an_answer_that_may_be_asked_for_its_gradient_has_a_graph_on_every_rank(mpi_world, programs, rank):
@@ -333,6 +334,7 @@ def test_a_closed_bridge_says_so_and_one_that_answers_waits_for_the_end(mpi_worl
             y.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 def test_a_program_that_opens_no_bridge_is_not_waited_for_longer_than_the_timeout(mpi_world, programs):
     asks, other, comm = programs(1)
@@ -342,6 +344,7 @@ def test_a_program_that_opens_no_bridge_is_not_waited_for_longer_than_the_timeou
     mpi_world.Barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 def test_waiting_ends_with_the_timeout(mpi_world, programs):
     asks, other, comm = programs(1)

@@ -75,6 +75,7 @@ def one_core(causal: bool, p: float, s: int) -> Any:
     return core
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", [
     pytest.param(method, marks=pytest.mark.sizes(2, 4) if method == "ring" else pytest.mark.sizes(2))

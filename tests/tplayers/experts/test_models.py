@@ -75,6 +75,7 @@ def unstacked(named, config):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(1, 2)
 @pytest.mark.some(2)
 @pytest.mark.mpi(min_size=1)

@@ -14,6 +14,7 @@ def drawn(dtype=torch.float32):
     return x.to(dtype), weight.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3, E])
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Qwen2Moe, weights of the chosen"])
 def test_experts_and_weights_are_those_of_transformers(kind, k):

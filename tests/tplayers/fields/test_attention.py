@@ -114,6 +114,7 @@ def test_equals_torchs(comm):
         equals_torchs(*pair(grid, field, options, heads), draw(batch, 4, *field.shape), grid)
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(1, 2)
 def test_second_derivatives_equal_torchs(comm):
     for grid, field, options, heads, batch in cases(comm, 50, most=3):
@@ -136,6 +137,7 @@ def test_ranks_without_a_window(comm):
             close(mine.grad, one.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("options", [{}, {"window_size": 1300, "shift": 700}, {"window_size": 1300}])

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from fractions import Fraction
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -60,6 +61,7 @@ def test_an_output_belongs_to_the_rank_of_its_centre(rule, sizes):
     assert owners == [owner(sizes, centre(rule, output)) for output in range(outputs)]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SLIDING, st.integers(1, 12), st.data())
 def test_a_sliding_rule_reads_as_torchs_convolution(rule, points, data):

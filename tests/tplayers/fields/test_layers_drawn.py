@@ -214,6 +214,7 @@ def run(comms, world, ranks, examples):
             one_case(*comms, drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # of torch's layer
 def test_layers_equal_torchs(comms, mpi_world):
     """On more than half of the ranks: jobs of fewer ranks have the others."""

@@ -14,6 +14,7 @@ AVG = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
 MAX = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(1, 2)
 @pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["max", "avg", "avg of inputs alone"])

@@ -20,6 +20,7 @@ def comm(mpi_world):
         yield comm
 
 
+@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize(

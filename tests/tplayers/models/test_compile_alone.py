@@ -107,6 +107,7 @@ class ReturnedInPlace:
         return graph.forward
 
 
+@pytest.mark.slow
 def test_no_function_returns_the_result_of_an_operation_in_place(alone):
     """The compiler of torch 2.11 loses its gradient, and says nothing."""
     seen = ReturnedInPlace()

@@ -88,6 +88,7 @@ def test_training_is_the_same_on_every_rank_and_on_one(grid):
             assert torch.equal(torch.from_numpy(other), parameter), name
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("norm", [pytest.param("batch", marks=pytest.mark.long), "group", "none"])
 @pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.long)])

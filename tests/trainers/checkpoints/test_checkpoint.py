@@ -206,6 +206,7 @@ def test_the_files_say_what_they_are_and_nothing_is_pickled(stopped):
     assert all(bool((moments[f"exp_avg_sq.{name}"] >= 0).all()) for name in weights)
 
 
+@pytest.mark.slow
 def test_no_source_of_the_trainers_pickles():
     """One reads files that others pickled, with ``weights_only=True`` written in the call."""
     safe = set()

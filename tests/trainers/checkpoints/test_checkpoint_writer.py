@@ -113,6 +113,7 @@ def test_a_write_that_fails_on_one_rank_is_one_error_on_all(world, folder, train
     world.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["a slow disk", "a full disk meanwhile"])
 def test_no_rank_waits_long_in_a_collective_while_another_one_writes(world, folder, trainer, held, monkeypatch, fails):
     """It would be taken for a hang. Rank 0's disk is slow until the ranks have asked each other three times."""

@@ -359,6 +359,7 @@ def test_a_run_on_a_disk_with_room_for_the_lock_alone_removes_what_a_killed_save
         assert "iter_0000002" in names(folder) and "iter_0000002.tmp" not in names(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_together(world, tmp_path_factory):
     folder = Path(world.mpi.bcast(str(tmp_path_factory.mktemp("locked")) if world.rank == 0 else None))

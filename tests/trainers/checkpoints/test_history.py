@@ -74,6 +74,7 @@ def copies(old: Path, load: str | None):
         yield folder
 
 
+@pytest.mark.slow
 def test_nothing_of_later_steps_stays_whenever_a_run_that_goes_back_is_killed(old):
     wanted = old.with_name("wanted")
     shutil.copytree(old, wanted)
@@ -96,6 +97,7 @@ def test_nothing_of_later_steps_stays_whenever_a_run_that_goes_back_is_killed(ol
     assert moved
 
 
+@pytest.mark.slow
 def test_a_new_run_reads_nothing_of_the_old_one_whenever_it_is_killed(old):
     cleared = False
     for folder in copies(old, None):

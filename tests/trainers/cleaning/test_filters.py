@@ -81,6 +81,7 @@ def test_length_is_that_of_the_tokenizer(tokenizer):
     assert 40 < len(kept) < len(texts) - 40
 
 
+@pytest.mark.slow
 def test_other_languages_are_dropped():
     texts = {
         "en": "The committee will meet again in the spring, when the report on the harbour has been published.",

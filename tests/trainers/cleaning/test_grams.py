@@ -37,6 +37,7 @@ def found(pairs):
     return np.mean([(keys[0] == keys[1]).any() for keys in map(band_keys, pairs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [60, 250, 1000])
 def test_similar_texts_share_a_band(length):
     rng = random.Random(length)
@@ -65,6 +66,7 @@ def test_keys_depend_on_the_text_alone():
     assert len(np.unique(together)) > 0.95 * together.size  # short texts, too: an empty bin is filled from another
 
 
+@pytest.mark.slow
 def test_as_many_pairs_are_found_as_by_datasketch():
     datasketch = pytest.importorskip("datasketch")
     rng = random.Random(5)

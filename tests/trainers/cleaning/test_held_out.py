@@ -92,6 +92,7 @@ def plain_pieces(text, sources):
     return done
 
 
+@pytest.mark.slow
 def test_pieces_are_those_of_the_rule(sources):
     rng = random.Random(2)
     short = [" ".join(rng.sample(vocabulary(3000), n)) for n in (7, 8, 10, 12)]

@@ -93,6 +93,7 @@ def test_equal_texts_with_other_keys_beside_them(world, folder):
     assert len(outputs) == 1 and len(rows_of(folder / "out.jsonl")) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(1, 2)
 @pytest.mark.mpi
 def test_all_stages_together(world, folder):

@@ -63,6 +63,7 @@ def test_trained_vocabulary(small: Tokenizer) -> None:
     assert Tokenizer.train_bpe([], 400).vocab_size == 257
 
 
+@pytest.mark.slow
 def test_training_repeats_itself_in_another_process(small: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "here.json").write_bytes(small.to_bytes())
     program = (

@@ -54,6 +54,7 @@ def test_bytes_that_come_in_any_portions_have_the_same_pieces(folder: Path) -> N
         assert made.pieces() == [piece for piece in checksums.read(folder / "list") if piece.name == "many.bin"]
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_every_file_is_named(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         right = path.read_bytes()

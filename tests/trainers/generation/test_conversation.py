@@ -86,6 +86,7 @@ class Interrupted(io.StringIO):
         return super().readline(*size)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_an_interrupt_at_the_prompt_ends_all_ranks_in_order(world, capfd):
     """A launcher hands Ctrl-C to every rank. The others leave it to rank 0, which waits for a line."""

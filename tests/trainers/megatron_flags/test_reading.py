@@ -68,6 +68,7 @@ def refusal(command: str, *words: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_150_command_lines_of_megatron(places: dict[str, str]) -> None:
     assert len(LINES) == 150 and len({source for _, _, source, _ in LINES}) == 150
     own = {command: parser_of(kind, "x")._option_string_actions for command, kind in KINDS.items()}
@@ -150,6 +151,7 @@ def test_a_line_means_what_it_means_there(source: str, places: dict[str, str]) -
         assert getattr(config, name) == value, name
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_ten_of_them_train_two_steps_on_two_ranks(world: Any, capsys: pytest.CaptureFixture[str]) -> None:

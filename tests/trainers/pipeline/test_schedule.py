@@ -64,6 +64,7 @@ def test_steps_are_those_of_one_rank(mpi_world, itself, kind, zero1):
                 trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "tied"),
     [
@@ -84,6 +85,7 @@ def test_interleaved_stages_with_any_number_of_microbatches(mpi_world, itself, t
         trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=long) for kind in ("llama", "bert"))])
 def test_the_same_bits_at_every_layout(mpi_world, itself, kind):
     """With canonical shards: losses, norms and parameters of a pipeline are those of one rank, to the last bit."""

@@ -121,6 +121,7 @@ def test_what_is_no_row(tmp_path, line):
     assert read_rows(path) == ([{"iteration": 1}, {"iteration": 2, "lm_loss": None}], [2])
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_rows_are_written_anew_loses_none(tmp_path):
     """The process is killed before every open, write, fsync and rename: the file has its old rows or its new ones."""
     path = tmp_path / "metrics.jsonl"

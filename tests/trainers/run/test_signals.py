@@ -41,6 +41,7 @@ def later(*numbers):
     return f"import subprocess; subprocess.Popen(['sh', '-c', 'sleep 0.2; {sends}'])\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_before_there_is_something_to_save_it_ends_at_once(tmp_path, number):
     done = run(tmp_path, later(number) + "wait()")

@@ -2,11 +2,14 @@
 
 import time
 
+import pytest
+
 from trainers.supervision.settings import living, taken
 
 HOSTS = {"a": 2, "b": 2, "c": 4}
 
 
+@pytest.mark.slow
 def test_the_probe_says_which_hosts_are_there(tmp_path, monkeypatch):
     (tmp_path / "b is gone").touch()
     assert living(HOSTS, f"test ! -e '{tmp_path}/{{host}} is gone'") == ["a", "c"]

@@ -26,6 +26,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_a_file_that_would_end_the_process_is_refused_by_its_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(probe, "SECONDS", 1)

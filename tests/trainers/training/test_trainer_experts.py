@@ -48,6 +48,7 @@ def layouts(world, part=slice(None), **options):
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [

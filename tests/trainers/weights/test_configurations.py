@@ -259,6 +259,7 @@ def test_the_head_of_a_task():
     assert keys["id2label"]["1"] == "entailment" and keys["label2id"]["neutral"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -75,6 +75,7 @@ def parts(sample: MaskedSample) -> tuple[np.ndarray, np.ndarray]:
     return tokens[1:middle], tokens[middle + 1 : last]
 
 
+@pytest.mark.slow
 def test_a_full_sample_has_76_masks(drawn: list[MaskedSample]) -> None:
     full = [sample for sample in drawn if sample.length >= 505]
     masked = [(sample.labels != IGNORED).sum() for sample in full[:1000]]
