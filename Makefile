@@ -155,8 +155,8 @@ examples: $(STAMP)
 			-n $(HALF) $(BIN)/python -m mpi4py examples/bridge/heating.py; \
 		else echo "skipped: examples/bridge needs a C++ compiler and the MPI's mpicxx"; fi
 
-# On two cores: up to 17 minutes, as fast as the machine is now; up to 5; an hour or more, for every test on every number
-# of ranks. See tests/run.
+# On two cores, where nothing else runs: 7 minutes; 75 s; an hour or more, for every test on every number of ranks. See
+# tests/run.
 test: $(STAMP)
 	$(BIN)/python tests/run $(ARGS)
 
