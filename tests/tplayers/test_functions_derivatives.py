@@ -424,7 +424,6 @@ class Twice:
         return torch.autograd.grad(penalty, self.leaves, allow_unused=True)
 
 
-@pytest.mark.some(40)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_derivative_is_right_or_an_error(group, name):
@@ -473,7 +472,6 @@ def test_a_second_derivative_is_right_or_an_error(group, name):
 OWN_LOSSES = [name for name in CASES if name not in ONCE]
 
 
-@pytest.mark.some(40)
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
@@ -514,7 +512,6 @@ WHOLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.some(12)
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)

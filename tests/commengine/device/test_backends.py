@@ -67,7 +67,6 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.some(44)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)

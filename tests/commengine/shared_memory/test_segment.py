@@ -97,7 +97,6 @@ def _fail(*args):
     raise OSError("not here")
 
 
-@pytest.mark.some(6)
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @ways

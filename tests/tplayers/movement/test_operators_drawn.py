@@ -336,7 +336,6 @@ class OneCase:
             close(torch.autograd.grad(tangent, x)[0], product, "reverse over dual numbers")
 
 
-@pytest.mark.some(9)
 @pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", KINDS)
 def test_any_derivative_is_torchs(groups, name, times):

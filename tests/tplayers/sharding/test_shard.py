@@ -48,7 +48,6 @@ def test_there_are_thirty():
     assert len(REFUSED) <= 8
 
 
-@pytest.mark.some(10)
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in REFUSED])
 def test_equals_the_module_on_the_whole_field(comm, name):
     equals_whole(made(name), comm, MODULES[name].channels, MODULES[name].shape)
