@@ -78,7 +78,7 @@ def one_core(causal: bool, p: float, s: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", [
-    pytest.param(method, marks=pytest.mark.sizes(2, 4) if method == "ring" else pytest.mark.sizes(2))
+    pytest.param(method, marks=pytest.mark.sizes(2, 4) if method != "ulysses" else pytest.mark.sizes(2))
     for method in CONTEXT_METHODS
 ])  # fmt: skip
 @pytest.mark.parametrize("cases", [CASES // 2, pytest.param(CASES, marks=pytest.mark.long)])

@@ -19,8 +19,7 @@ LLAMA = [
 WAYS = ("a2a", "p2p", "all_gather")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama", "bert"))])
 def test_a_run_is_that_of_one_rank(pretrain, mock, rows, tmp_path, kind):
     command = "pretrain_bert" if kind == "bert" else "pretrain_gpt"
     words = [*mock, *SIZES, *(LLAMA if kind == "llama" else [])]
