@@ -28,6 +28,8 @@ FILE = ROOT / "tests" / "budget.json"
 
 #: a file of tests may take so many times its seconds, and so many more, before it is run again
 FACTOR, MORE = 1.5, 2.0
+#: the seconds that a file takes more alone: it starts the job and the servers that the files of a run share
+ALONE = 12.0
 #: the seconds of a file that has no budget yet, the share by which a whole run may exceed its own, and files above it
 #: that are run again: with more the run is over its budget anyway
 NEW, WHOLE, MOST = 3.0, 1.15, 8
