@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_the_older_data_set_and_is_not_the_inputs_fault(input
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("training", ["--train-bpe", pytest.param("--train-wordpiece", marks=pytest.mark.long)])
+@pytest.mark.parametrize("training", ["--train-bpe", "--train-wordpiece"])
 def test_a_word_of_a_megabyte_takes_no_longer_than_others(inputs: Path, here: Here, training: str) -> None:
     """Uncut, it takes minutes, and pytest's limit ends the test. The ids decode to it all the same."""
     draw = random.Random(1)

@@ -99,19 +99,17 @@ def test_a_step_of_the_real_trainer_takes_its_products_and_its_gradients(mpi_wor
     assert len(found) == 2 and least <= min(found) and max(found) <= least + 30 * world.size * ALPHA
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param({"use_distributed_optimizer": True}, marks=pytest.mark.long),
-        pytest.param({"overlap_grad_reduce": True}, marks=pytest.mark.long),
-        pytest.param(
-            {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "overlap_p2p_communication": True},
-            marks=pytest.mark.long,
-        ),
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"use_distributed_optimizer": True},
+        {"overlap_grad_reduce": True},
+        {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "overlap_p2p_communication": True},
     ],
     ids=lambda one: "-".join(one),
 )

@@ -45,7 +45,7 @@ class Collected:
         request = server.Server(socket.socket(fileno=self._listener), own).serve()
         if request is None:
             os._exit(0)
-        server.become(request, has_open_files=True)  # pytest's log, which it closes at the end
+        server.become(request, has_open_files=True)  # commengine.startup.segments has a socket
         for name, value in environment.items():  # what tests have set while they were imported
             os.environ.setdefault(name, value)
         faulthandler.enable(sys.__stderr__)

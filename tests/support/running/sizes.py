@@ -29,7 +29,7 @@ def chosen(items: Iterable[pytest.Item], size: int, *, quick: bool = False) -> l
     some: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("mpi"):
-            (some[function(item)] if quick or item.get_closest_marker("some") else found).append(item)
+            some[function(item)].append(item)
             continue
         least = max(mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi"))
         if least > max(SIZES):
@@ -42,15 +42,16 @@ def chosen(items: Iterable[pytest.Item], size: int, *, quick: bool = False) -> l
         sizes = (marks[0].args or SIZES) if marks else (usual,)
         if size < least or size not in sizes:
             continue
-        if size == usual or marks[0] in of_the_case:
-            of_some = size == usual and (quick or item.get_closest_marker("some"))
-            (some[function(item)] if of_some else found).append(item)
+        if size == usual:
+            some[function(item)].append(item)
+        elif marks[0] in of_the_case:
+            found.append(item)
         else:
             drawn[function(item)].append(item)
     found += [cases[zlib.crc32(name.encode()) % len(cases)] for name, cases in drawn.items()]
     for cases in some.values():
         mark = cases[0].get_closest_marker("some")
-        most = min([*(mark.args if mark else ()), *([QUICK] if quick else ())])
+        most = min(mark.args[0] if mark else len(cases), QUICK if quick else len(cases))
         found += sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[:most]
     there = set(found)
     return [item for item in items if item in there]

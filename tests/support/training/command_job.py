@@ -41,8 +41,9 @@ class CommandJob:
         try:
             self._ask(asked, runs)
             while not found.exists():
-                if self._process.poll() is not None:
-                    raise AssertionError(f"the job ended early: {self._log.read_text(errors='replace')[-4000:]}")
+                if (status := self._process.poll()) is not None:
+                    said = self._log.read_text(errors="replace")[-4000:]
+                    raise AssertionError(f"the job ended early, with status {status}: {said}")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout:g} s: {self._log.read_text(errors='replace')[-4000:]}")
                 time.sleep(0.01)
@@ -58,9 +59,7 @@ class CommandJob:
 
     def _start(self) -> None:
         words = [str(mpirun.JOBS / "commands.py"), str(self._folder), str(self._number + 1)]
-        for pipe in self._pipes:
-            os.close(pipe)
-        self._pipes = []
+        self._close_pipes()
         for rank in range(self._ranks):
             path = self._folder / f"{rank}.asked"
             path.unlink(missing_ok=True)
@@ -83,6 +82,9 @@ class CommandJob:
             except subprocess.TimeoutExpired:
                 mpirun.stop(self._process)
         self._process = None
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
         for pipe in self._pipes:
             os.close(pipe)
         self._pipes = []

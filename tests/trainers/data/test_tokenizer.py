@@ -64,13 +64,14 @@ def test_trained_vocabulary(small: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_training_repeats_itself_in_another_process(small: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_training_repeats_itself_in_another_process(small: Tokenizer, tmp_path: Path, hash_seed: str) -> None:
     (tmp_path / "here.json").write_bytes(small.to_bytes())
     program = (
         "import sys; from pathlib import Path; from trainers.data.tokenizer import Tokenizer; import ast;"
         "Path(sys.argv[2]).write_bytes(Tokenizer.train_bpe(ast.literal_eval(sys.argv[1]), 290).to_bytes())"
     )
-    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program, repr(CORPUS), str(tmp_path / "there.json")]
     subprocess.run(command, env=environment, check=True)
     assert (tmp_path / "there.json").read_bytes() == (tmp_path / "here.json").read_bytes()

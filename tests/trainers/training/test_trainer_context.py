@@ -49,7 +49,7 @@ def test_steps_in_float64(mpi_world, itself, kind, method):
 @pytest.mark.long
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize(
-    "method", [method if method == "ring" else pytest.param(method, marks=pytest.mark.long) for method in METHODS]
+    "method", METHODS
 )
 def test_losses_in_float32(mpi_world, itself, method):
     options = {"layers": LAYERS, "dtype": torch.float32}
