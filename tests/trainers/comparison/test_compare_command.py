@@ -25,7 +25,7 @@ def runs(tmp_path_factory, pretrain, mock):
     first = [*mock, *STEPS, "--deterministic", "--use-distributed-optimizer", "--save", folders["two ranks"]]
     kill = ["step", 4, 1, "KILL"]  # rank 1, in the fourth step
     job = CommandJob(tmp_path_factory.mktemp("job"), ranks=2)
-    with pytest.raises(AssertionError, match="the job ended early, with status (?!0:)"):
+    with pytest.raises(AssertionError, match=r"the job ended early, with status (?!0:)"):
         job.run([[2, first, "pretrain_gpt", [kill], ""]], 60)
     job.close()
     assert [path.name for path in (home / "two ranks").glob("iter_*")] == ["iter_0000002"]

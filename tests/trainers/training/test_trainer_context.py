@@ -48,9 +48,7 @@ def test_steps_in_float64(mpi_world, itself, kind, method):
 
 @pytest.mark.long
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize(
-    "method", METHODS
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_losses_in_float32(mpi_world, itself, method):
     options = {"layers": LAYERS, "dtype": torch.float32}
     whole = small_runs.alone(itself, "llama", **options)
