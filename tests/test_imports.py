@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -85,13 +85,13 @@ IMPORTERS = ("importlib.import_module", "import_module", "__import__", "pytest.i
 FILES = sorted(path.relative_to(ROOT).as_posix() for name in ORDER for path in (ROOT / name).rglob("*.py"))
 
 
-def names(tree: ast.AST, package: str = "") -> Iterator[tuple[int, str]]:
+def names(nodes: Sequence[ast.AST], package: str = "") -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that a file imports, or reaches through what it imported.
 
-    package: the package that the file is in, for relative imports.
+    nodes: of its tree. package: the package that the file is in, for relative imports.
     """
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -106,10 +106,10 @@ def names(tree: ast.AST, package: str = "") -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, f"{base}.{alias.name}"
                 aliases[alias.asname or alias.name] = f"{base}.{alias.name}"
-    for node in ast.walk(tree):  # t = torch; also through any number of names
+    for node in nodes:  # t = torch; also through any number of names
         if isinstance(node, ast.Assign) and (value := dotted(node.value, aliases)):
             aliases.update({target.id: value for target in node.targets if isinstance(target, ast.Name)})
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and (name := dotted(node, aliases)):
             yield node.lineno, name
         elif isinstance(node, ast.Call) and node.args:
@@ -121,9 +121,9 @@ def names(tree: ast.AST, package: str = "") -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def parsed(source: str) -> ast.Module:
-    """The tree of a program; three tests look at that of each file."""
-    return ast.parse(source)
+def parsed(source: str) -> list[ast.AST]:
+    """The nodes of a program's tree, its module first; three tests look at those of each file."""
+    return list(ast.walk(ast.parse(source)))
 
 
 def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
@@ -141,7 +141,7 @@ def within(name: str, *modules: str) -> bool:
 
 def faults(path: str, source: str) -> list[str]:
     """What the file at ``path``, relative to the repository, does that it may not."""
-    tree = parsed(source)
+    nodes = parsed(source)
     package = path.split("/")[0]
     found = []
 
@@ -151,7 +151,7 @@ def faults(path: str, source: str) -> list[str]:
 
     above = ORDER[: ORDER.index(package)]
     folder = ".".join(Path(path).parts[:-1])
-    for line, name in names(tree, folder):
+    for line, name in names(nodes, folder):
         if within(name, *above, "tests"):
             fault(line, f"{package} imports {name.split('.')[0]}, which stands above it")
         if package == "commengine" and within(name, "torch.nn"):
@@ -162,8 +162,8 @@ def faults(path: str, source: str) -> list[str]:
             fault(line, name)
         if within(name, "pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"):
             fault(line, f"{name}: reading such a file runs what it says")
-    aliases = {node.names[0].asname: "torch" for node in ast.walk(tree) if _is_alias_of_torch(node)}
-    for node in ast.walk(tree):
+    aliases = {node.names[0].asname: "torch" for node in nodes if _is_alias_of_torch(node)}
+    for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func, {"torch": "torch", **aliases}) == "torch.load":
             only = [keyword.value for keyword in node.keywords if keyword.arg == "weights_only"]
             if not (only and isinstance(only[0], ast.Constant) and only[0].value is True):
@@ -272,7 +272,7 @@ MODULES = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"):
 def imports(path: str, source: str, modules: Mapping[str, object] = MODULES) -> set[str]:
     """The ``modules`` that the file at ``path`` imports, anywhere in it and for type checkers, too."""
     folder, found = list(Path(path).parts[:-1]), set()
-    for node in ast.walk(parsed(source)):
+    for node in parsed(source):
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -386,7 +386,7 @@ def test_no_folder_has_too_many_modules():
 def test_no_two_public_classes_of_one_name():
     defined: dict[str, list[str]] = {}
     for path in FILES:
-        for node in parsed((ROOT / path).read_text(encoding="utf-8")).body:
+        for node in parsed((ROOT / path).read_text(encoding="utf-8"))[0].body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined.setdefault(node.name, []).append(path)
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}

@@ -140,15 +140,9 @@ def test_a_rehearsal_says_which_steps_fail_and_keeps_those_done(tmp_path):
     assert "holds no wheels" in done.stdout and "NOT all ended as they must" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "old",
-    [
-        "--only-binary=:all:",
-        *(
-            pytest.param(old, marks=pytest.mark.long)
-            for old in ("--python-version ", "--train-bpe 300", "--input README.md", "split -b ")
-        ),
-    ],
+    "old", ["--only-binary=:all:", "--python-version ", "--train-bpe 300", "--input README.md", "split -b "]
 )
 def test_misspelt_option_of_carry_fails_the_dry_run(repository, tmp_path, old):
     script = repository / "bench" / "gpu-carry.sh"
@@ -355,7 +349,11 @@ def test_libraries_of_a_wheel_are_installed_too(carry, tmp_path):
     assert f"NCCL: {site}/nccl/libnccl.so.2" in done.stdout
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda piece: piece.write_bytes(b"wrong")], ids=["missing", "wrong"])
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(Path.unlink, id="missing"),
+     pytest.param(lambda piece: piece.write_bytes(b"wrong"), id="wrong", marks=pytest.mark.long)],
+)  # fmt: skip
 @pytest.mark.parametrize("number", [pytest.param("00", marks=pytest.mark.long), "01"])
 def test_missing_and_damaged_pieces_are_noticed(carry, tmp_path, damage, number):
     copied = shutil.copytree(carry, tmp_path / "carry")

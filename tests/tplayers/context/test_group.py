@@ -85,7 +85,7 @@ def one_core(causal: bool, p: float, s: int) -> Any:
 def test_against_plain_attention(world, contexts, method, cases):
     """Odd chunks, samples of any length and with holes, groups that the ranks do not divide, dropout."""
     of_paddings = dict.fromkeys(("none", "lengths", "mask"), 0)
-    cases = cases if world.size == 2 else cases // 2  # four ranks take turns on two cores
+    cases = cases if world.size == 2 else cases // 4  # four ranks take turns on two cores
     for number in range(cases):
         drawn = python_random.Random(f"{method}{number}")
         third = world.size == 4 and number % 4 == 3  # of three ranks
@@ -135,7 +135,7 @@ def test_against_plain_attention(world, contexts, method, cases):
                 found.detach(), context.take(whole, 2), rtol=1e-10, atol=1e-10,
                 msg=lambda text, of=f"{name} of {named}": f"{of}: {text}",
             )  # fmt: skip
-    assert min(of_paddings.values()) > cases // 7
+    assert min(of_paddings.values()) > cases // 10
 
 
 @pytest.mark.mpi

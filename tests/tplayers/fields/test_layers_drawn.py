@@ -220,7 +220,7 @@ def test_layers_equal_torchs(comms, mpi_world):
     """On more than half of the ranks: jobs of fewer ranks have the others."""
     for ranks in sizes(comms):
         if 2 * ranks > mpi_world.size:
-            run(comms, mpi_world, ranks, 24)
+            run(comms, mpi_world, ranks, 24 if ranks < 3 else 12)
 
 
 @pytest.mark.long

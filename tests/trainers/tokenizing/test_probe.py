@@ -1,7 +1,6 @@
 """Files with which the library tokenizers panics, aborts or never ends are one error, and this process lives on."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from tests.support import mpirun
 from trainers.data.tokenizer import Tokenizer
 from trainers.tokenizing import probe
 
@@ -103,6 +103,5 @@ def test_a_signal_says_nothing_about_the_file(tmp_path, whom, heard):
     """This process hears it, as it does elsewhere, and the file is not blamed."""
     (tmp_path / "tokenizer.json").touch()
     command = [sys.executable, "-c", SIGNALLED, whom, str(tmp_path / "tokenizer.json")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, start_new_session=True, check=False)
+    done = mpirun.command(command, 60, fresh=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, heard, "")

@@ -124,7 +124,7 @@ def test_layouts(mpi_world, model, precision, layout):
     assert {step[2] for step in expected["steps"]} == ({False, True} if precision == "fp16" else {False})  # skipped
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "layout", "settings"),
