@@ -258,9 +258,10 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
         )  # fmt: skip
         machine = MeasuredMachine(model_of_points(rows), FittedModel.from_json(model), given.node, several, link)
         answer, record.numbers["projection"] = answers.more(stepped, machine, given.largest, network)
-        record.answers.append(answer)
     else:
-        record.answers.append(answers.no_answer("no operation has three sizes to which a line could be fitted"))
+        why = "no operation has three sizes to which a line could be fitted"
+        answer, record.numbers["projection"] = answers.no_answer(why), []
+    record.answers.append(answer)
     record.title = f"Collectives on {record.settings['ranks']} ranks: {surroundings['hardware'].split(',')[0]}"
     record.about = (
         f"{surroundings['date'][:16].replace('T', ' ')} UTC; {surroundings['hardware']}; load average before "
