@@ -259,8 +259,7 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
         machine = MeasuredMachine(model_of_points(rows), FittedModel.from_json(model), given.node, several, link)
         answer, record.numbers["projection"] = answers.more(stepped, machine, given.largest, network)
     else:
-        why = "no operation has three sizes to which a line could be fitted"
-        answer, record.numbers["projection"] = answers.no_answer(why), []
+        answer, record.numbers["projection"] = answers.no_answer("no operation has three sizes to fit a line")
     record.answers.append(answer)
     record.title = f"Collectives on {record.settings['ranks']} ranks: {surroundings['hardware'].split(',')[0]}"
     record.about = (

@@ -203,7 +203,7 @@ def more(
         try:
             collective = machine.seconds("all_reduce", largest, ranks)
         except ValueError as error:
-            return no_answer(str(error)), []
+            return no_answer(str(error))
         try:
             found: ProjectedStep = step_on(ranks, step, here, machine)
         except ValueError:
@@ -231,10 +231,10 @@ def more(
     return {"question": MORE, "answer": "\n".join([*lines, "", text])}, numbers
 
 
-def no_answer(why: str) -> dict[str, str]:
-    """The answer about more ranks where too few rows may be compared."""
+def no_answer(why: str) -> tuple[dict[str, str], list[dict[str, float]]]:
+    """The answer about more ranks where too few rows may be compared, and no numbers."""
     text = f"No answer: {why}. Too few rows may be compared; give the study more --minutes, or an idle machine."
-    return {"question": MORE, "answer": text}
+    return {"question": MORE, "answer": text}, []
 
 
 def step_here(step: dict[str, Any]) -> tuple[float, float]:
