@@ -62,8 +62,9 @@ from bench.transports.skew import NAMES, shares
 from bench.transports.variants import TRANSPORTS
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError
 from commengine.dtypes import reduction_error
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, ValidRange
 from commengine.rank_zero import on_rank_zero
-from trainers.options import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, OneLineParser, ValidRange
 
 COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")

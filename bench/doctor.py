@@ -26,8 +26,9 @@ from bench.command.parser import new_parser
 from bench.command.start import run_on_ranks
 from bench.timing.starting import neighbours
 from commengine import Communicator
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import between
 from commengine.rank_zero import gather_json, on_rank_zero
-from trainers.options import OneLineParser, between
 
 COMMAND = "bench.doctor"
 #: the format of the JSON file

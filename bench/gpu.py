@@ -29,7 +29,7 @@ from bench.command.start import answer_help, run_alone, run_on_ranks, user_error
 from bench.gpu_study import blocks, dropout, flops, losses, machine_report, overhead, overlap, profile
 from bench.programs.driver import ContestError
 from commengine import UsageError
-from trainers.options import OneLineParser
+from commengine.options.parser import OneLineParser
 
 COMMAND = "bench.gpu"
 STUDIES = {

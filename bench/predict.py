@@ -52,9 +52,10 @@ from bench.prediction.options import (
     shape_of,
 )
 from bench.prediction.step_report import calibration, describe, numbers_of
-from commengine.cost import TransformerShape, parameters
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import between
+from tplayers.formulas import TransformerShape, parameters
 from trainers import presets
-from trainers.options import OneLineParser, between
 from trainers.tasks.context import METHODS
 
 COMMAND = "bench.predict"

@@ -27,8 +27,9 @@ from bench.command.start import run_on_ranks
 from bench.step_study.replaying import measure
 from bench.traces import formats
 from commengine import Communicator, UsageError
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT, between
 from commengine.rank_zero import on_rank_zero
-from trainers.options import COUNT, OneLineParser, between
 
 COMMAND = "bench.replay"
 

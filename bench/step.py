@@ -30,9 +30,10 @@ from bench.step_study.stages import stage_rows, stage_table
 from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from bench.traces import formats
 from commengine import Communicator
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT, between
 from commengine.rank_zero import on_rank_zero
 from trainers.config import bucket_size
-from trainers.options import COUNT, OneLineParser, between
 from trainers.run.startup import watched
 from trainers.tasks.bert import BERTTrainConfig
 

@@ -22,8 +22,7 @@ from tests.support.documents import PAGES, Command
 from tests.support.each import each
 from tests.support.lab.make import make, nvidia_smi
 from tests.test_readme import accepted
-from trainers.options import parse
-from trainers.tasks.bert import BERTTrainConfig
+from trainers.megatron_flags.parsing import parse
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.trained import LoadConfig
 
@@ -47,7 +46,6 @@ LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
 SMALLER = {
     "bench.collectives": ["--time-limit", "0.01", "--warmup", "1", "--operations", "all_reduce", "broadcast"],
-    "norm_placement": ["--minutes", "0.01", "--steps", "2", "--slice", "1", "--depths", "1", "2"],
     "bench.step": ["--steps", "2", "--warmup", "1"],
     "bench.replay": ["--rounds", "2"],
     "bench.study": ["--minutes", "0.001", "--max-bytes", "16K"],
@@ -68,7 +66,7 @@ PARTS = {
     "bridge": "bench.collective_study.bridge",
 }  # fmt: skip
 #: the commands that pass options on to a training run: its settings
-TRAINERS = {"norm_placement": BERTTrainConfig, "bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
+TRAINERS = {"bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
 #: what a reader has made before, or names as an example
 OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 
@@ -500,7 +498,8 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize(
-    "package, page", [("commengine", "commengine"), ("commengine.cost", "cost"), ("tplayers",) * 2]
+    "package, page",
+    [("commengine",) * 2, ("commengine.cost", "cost"), ("tplayers",) * 2, ("tplayers.formulas", "formulas")],
 )
 def test_every_public_name_is_in_the_reference(package, page):
     module = importlib.import_module(package)

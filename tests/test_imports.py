@@ -23,6 +23,8 @@ DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel.
 ROOMS = {
     "commengine": (
         {"errors"},
+        {"files"},  # reading and writing what users name; checksums
+        {"options"},  # of commands: flags and YAML of a dataclass
         {"mpi", "job_end", "dtypes", "decomposition"},
         {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
@@ -36,6 +38,7 @@ ROOMS = {
         {"grid", "cartesian", "copies", "launch", "rank_zero", "rollcall"},  # rollcall: runs any program
     ),
     "tplayers": (
+        {"formulas"},  # of a transformer: its size, memory, products and collectives, without a tensor
         {"host_copy", "checks", "adjoint_pair", "recompute", "dropout_kernel"},
         {"functions"},
         {"rng", "regions", "movement", "bridge"},  # bridge: to another program of the job
@@ -49,8 +52,7 @@ ROOMS = {
         {"generation"},  # tokens from a model, one after the other
     ),
     "trainers": (
-        {"files", "megatron_flags"},  # reading what users name, checksums; answers to flags that we do not have
-        {"options", "presets"},
+        {"megatron_flags", "presets"},  # answers to flags that we do not have; the paper's models
         {"config"},
         {"tokenizing"},  # a tokenizer with all that stands beside it
         {"data"},

@@ -16,12 +16,13 @@ from bench.step_study import recording, timeline
 from bench.transports import in_process, peer_process
 from bench.transports import operations as measured
 from commengine import Communicator, compiled_ops, cost
-from commengine.cost import step as training_step
 from commengine.host import switch_points as measured_points
 from commengine.host.switch_points import AMD, KINDS, OTHERS, SwitchPoints
 from commengine.operations import IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
 from commengine.operations.operation import Operation
 from commengine.shared_memory import flags
+from tplayers import formulas
+from tplayers.formulas import step as training_step
 
 ALL = frozenset(OPERATIONS)
 PAIRWISE = frozenset(name for name, operation in OPERATIONS.items() if operation.pairwise)
@@ -184,7 +185,7 @@ def test_the_page_for_mpi_programs_has_every_operation():
 
 
 def test_a_step_has_known_operations_only():
-    shape = cost.TransformerShape(layers=2, hidden=64, heads=4, seq=32, vocab=128)
+    shape = formulas.TransformerShape(layers=2, hidden=64, heads=4, seq=32, vocab=128)
     collectives = [
         *training_step.tensor_parallel_collectives(shape, 2, 4, recompute="full"),
         *training_step.tensor_parallel_collectives(shape, 2, 4, recompute="full", sequence_parallel=True),
@@ -194,5 +195,5 @@ def test_a_step_has_known_operations_only():
         *(one for _, one in training_step.scalar_collectives(4, 2, zero1=True, fp16=True)),
     ]
     assert {one.operation for one in collectives} <= set(FORMULAS)
-    assert {one.operation for one in cost.stage_messages(shape, 2, 1, 3, 4)} <= PAIRWISE
+    assert {one.operation for one in formulas.stage_messages(shape, 2, 1, 3, 4)} <= PAIRWISE
     assert {operation for _, operation in timeline.COLLECTIVES} <= ALL

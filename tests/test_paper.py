@@ -10,8 +10,8 @@ from bench.clusters.cluster import load
 from bench.prediction import paper
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
-from commengine import cost
 from tests.support.mpirun import ROOT
+from tplayers import formulas
 from trainers.presets import FINETUNING, PRESETS
 
 PAGE = (ROOT / "docs" / "paper.md").read_text()
@@ -125,4 +125,4 @@ def test_counted_numbers_of_the_text():
     b, s, v = 2, 256, 8192
     assert f"sends {4 * 3 * b * s:,} bytes in place of {4 * b * s * v:,}" in PAGE
     shape = PRESETS["gpt-8.3b-32-heads"].shape()
-    assert sum(one.count for one in cost.tensor_parallel_collectives(shape, 8, 8, recompute="full")) == 6 * 72 + 2
+    assert sum(one.count for one in formulas.tensor_parallel_collectives(shape, 8, 8, recompute="full")) == 6 * 72 + 2

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import documents, mpirun
 from tests.support.lab.make import make, nvidia_smi
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.scoring.settings import EvaluateConfig
 
 USERS = [

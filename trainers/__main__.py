@@ -1,10 +1,10 @@
-"""The programs of this package, and the new names of old ones: ``python -m trainers [OLD]``."""
+"""The programs of this package: ``python -m trainers``."""
 
 from __future__ import annotations
 
 import sys
 
-from trainers.run.programs import answer
+from commengine.options.programs import answer
 
 PROGRAMS = {
     "pretrain_gpt": "train a GPT or a Llama on text",
@@ -18,8 +18,6 @@ PROGRAMS = {
     "prepare_corpus": "make a training corpus: filters, near-duplicates, held-out text",
     "supervise": "bring a run to its end over crashes",
 }
-#: by the old name of a program, the words that now stand after ``python -m``
-RENAMED = {"lm_eval": "trainers.evaluate --task lm-eval:NAME"}
 
 if __name__ == "__main__":
-    sys.exit(answer("trainers", PROGRAMS, RENAMED))
+    sys.exit(answer("trainers", PROGRAMS))

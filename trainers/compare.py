@@ -14,8 +14,9 @@ from pathlib import Path
 
 from commengine import UsageError
 from commengine.errors import one_line
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import OptionError
 from trainers.checkpoints import checkpoint
-from trainers.options import OneLineParser, OptionError
 
 from .comparison.steps import compare_steps, unlike_models, unlike_settings
 from .comparison.tensors import common_checkpoint, differences, last_checkpoints

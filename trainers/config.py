@@ -15,8 +15,8 @@ import torch
 from commengine import Communicator, ProcessGrid
 from commengine.grid import divisors
 from commengine.host.wire import Order
-
-from .options import (
+from commengine.options.declared import flag_of, given, option, require, require_ranges
+from commengine.options.ranges import (
     NOT_NEGATIVE,
     AtLeastOne,
     Batch,
@@ -27,11 +27,6 @@ from .options import (
     Share,
     Text,
     ValidRange,
-    flag_of,
-    given,
-    option,
-    require,
-    require_ranges,
 )
 
 #: the signals that ``--exit-signal`` may name
@@ -69,7 +64,7 @@ NEEDS_SAVE = dict.fromkeys(("exit_interval", "exit_signal", "exit_duration_in_mi
 class JobConfig:
     """The settings of every command whose ranks share a model. A field is the flag of the same name, with dashes.
 
-    megatron: the command of which Megatron-LM's other flags are taken, too (`trainers.options.Parser`); None: none.
+    megatron: the command of which Megatron-LM's other flags are taken, too; None: none.
     """
 
     megatron: ClassVar[str | None] = None

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from commengine import Communicator, ProcessGrid, UsageError, launch
+from commengine.options.declared import given, make_writable, option, require
+from commengine.options.ranges import AtLeastOne, Heads, Text, Vocabulary
 from commengine.rank_zero import on_rank_zero
 
 from .checkpoints import folder_lock, run_folder
 from .checkpoints.checkpoint import CONVERTED_FROM, Progress
 from .checkpoints.checkpoint_writer import CheckpointWriter
 from .config import OTHER_PROGRAMS, JobConfig
-from .options import AtLeastOne, Heads, Text, Vocabulary, given, make_writable, option, require
 from .run.startup import job_config, watched
 from .trained import DTYPES, Trained, load_trained
 from .weights.export import SmallFiles, copy_small_files, export, require_replaceable

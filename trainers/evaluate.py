@@ -15,12 +15,12 @@ from pathlib import Path
 
 from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.errors import one_line
+from commengine.options.declared import require
 from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
 from .data import text_files
 from .data.blend import verify
-from .options import require
 from .run.metrics import progress_bar
 from .run.startup import job_config, verify_files
 from .scoring import lambada, results, texts

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commengine import Communicator, launch
+from commengine.options.declared import make_writable
 from commengine.rank_zero import on_rank_zero
 
 from .finetuning.config import FinetuneConfig
 from .finetuning.predict import predict
 from .finetuning.source import seeds_text, summarize
 from .finetuning.task import FinetuneTask, read_files
-from .options import make_writable
 from .run.loop import train
 from .run.startup import job_config, tell, watched
 from .run.stopping import TEMPORARY, StopRequests

@@ -11,30 +11,17 @@ from typing import Annotated, Any
 
 from tqdm import tqdm
 
-from commengine import Communicator, ProcessGrid, UsageError, cost, launch
+from commengine import Communicator, ProcessGrid, UsageError, launch
+from commengine.files.writing import check_writable
+from commengine.options.declared import given, option, require, words_of
+from commengine.options.ranges import AtLeastOne, Batch, Count, Length, Natural, Seed, Text, ValidRange, between
 from commengine.rank_zero import on_rank_zero
-from tplayers import GPT, Sampling
+from tplayers import GPT, Sampling, formulas
 from tplayers.generation.sampling import LEAST, MOST
 
 from .checkpoints import disk
-from .files.writing import check_writable
 from .generation.conversation import History, Lines, converse
 from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
-from .options import (
-    AtLeastOne,
-    Batch,
-    Count,
-    Length,
-    Natural,
-    Seed,
-    Text,
-    ValidRange,
-    between,
-    given,
-    option,
-    require,
-    words_of,
-)
 from .run.startup import job_config
 from .tasks.transformer import machine_memory
 from .tokenizing.ends import not_taken
@@ -155,7 +142,7 @@ def _require_memory(config: GenerateConfig, trained: Trained, longest: int) -> N
     rows = config.micro_batch_size * config.num_samples
     tokens = min(longest_text, longest + config.max_new_tokens)
     element = next(model.parameters()).element_size()
-    needed = cost.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
+    needed = formulas.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
     there = machine_memory(config.device)
     require(
         needed <= there,

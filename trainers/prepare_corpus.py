@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from commengine import Communicator, launch
+from commengine.options.declared import parse
 from commengine.rank_zero import on_rank_zero
 
 from .cleaning import summary
 from .cleaning.pipeline import prepare
 from .cleaning.settings import CorpusSettings
-from .options import parse
 
 
 def settings(argv: Sequence[str] | None) -> CorpusSettings:

@@ -23,6 +23,9 @@ from tqdm import tqdm
 
 from commengine import UsageError
 from commengine.errors import one_line, usage_errors
+from commengine.files.writing import require_folder
+from commengine.options.declared import option, parse, require, require_ranges
+from commengine.options.ranges import ValidRange, between
 
 from .data import stdlib_text, text_files
 from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, settings_path, tokenizer_path
@@ -32,8 +35,6 @@ from .data.text_files import TextFileError, TextPiece
 from .data.text_input import TextInput
 from .data.tokenizer import SMALLEST_BPE, Tokenizer
 from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
-from .files.writing import require_folder
-from .options import ValidRange, between, option, parse, require, require_ranges
 
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commengine import UsageError, cost
-from commengine.cost import KeptTensors, TransformerShape
+from commengine import UsageError
+from tplayers import formulas
+from tplayers.formulas import KeptTensors, TransformerShape
 
 #: the word that prints the table instead of starting a run
 LIST = "list"
@@ -70,7 +71,7 @@ class Preset:
     @property
     def parameters(self) -> int:
         """The number of parameters of the whole model, without padding of the vocabulary."""
-        return round(cost.parameters(self.shape(padded=False)))
+        return round(formulas.parameters(self.shape(padded=False)))
 
     @property
     def tensor(self) -> int:
@@ -82,7 +83,7 @@ class Preset:
     def rank_bytes(self, tensor: int) -> float:
         """The bytes that a rank needs: bf16, micro-batch 1, full recomputation, several replicas, no ZeRO-1."""
         kept = KeptTensors(recompute="full", sends_together=True)
-        return sum(cost.training_bytes(self.shape(), 1, tensor, 2, kept).values())
+        return sum(formulas.training_bytes(self.shape(), 1, tensor, 2, kept).values())
 
     def smallest_tensor(self, gigabytes: float) -> int | None:
         """The smallest tensor-parallel size with which a rank fits a device, beside RESERVE_GB; None if none does."""

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from commengine import UsageError
 from commengine.errors import one_line
+from commengine.options import declared
+from commengine.options.declared import require
+from commengine.options.ranges import OptionError
 
-from . import options
-from .options import OptionError
 from .run.signals import parse
 from .supervision import process
 from .supervision.command import TrainingCommand
@@ -40,9 +41,9 @@ def read(argv: Sequence[str]) -> tuple[SuperviseConfig, TrainingCommand]:
     """
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    settings = options.parse(SuperviseConfig, words[:at], "supervise")
+    settings = declared.parse(SuperviseConfig, words[:at], "supervise")
     settings.validate()
-    options.require(words[at + 1 :], _NO_COMMAND)
+    require(words[at + 1 :], _NO_COMMAND)
     return settings, TrainingCommand(words[at + 1 :], settings)
 
 

@@ -24,6 +24,8 @@ import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.errors import usage_errors
+from commengine.options.declared import option, require, require_ranges
+from commengine.options.ranges import AtLeastOne, Text
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 from tplayers.placement import unfilled_parameters
@@ -33,7 +35,6 @@ from .config import JobConfig, of_other_program
 from .data.corpus import require_vocabulary
 from .data.stream import SourceRecord
 from .data.tokenizer import Tokenizer
-from .options import AtLeastOne, Text, option, require, require_ranges
 from .run.startup import watched
 from .tasks.bert import BERTTrainConfig
 from .tasks.gpt import GPTTrainConfig
@@ -336,7 +337,7 @@ def read_settings(
     """
     from pydantic import TypeAdapter, ValidationError  # it takes as long to import as a small checkpoint to load
 
-    from trainers.files.schema import told
+    from commengine.files.schema import told
 
     known = {item.name for item in fields(kind)}
     try:

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, WrapValidator
 
 from commengine import UsageError
-from commengine.cost import FittedModel, Link, Machine, TransformerShape, model_flops
-from trainers.files.reading import InputFileError, read_yaml, require_regular
-from trainers.files.schema import FilePart, checked
+from commengine.cost import FittedModel, Link, Machine
+from commengine.files.reading import InputFileError, read_yaml, require_regular
+from commengine.files.schema import FilePart, checked
+from tplayers.formulas import TransformerShape, model_flops
 
 FOLDER = Path(__file__).parent
 # FlashAttention-2 on an A100 reaches up to 73% of peak forward and 63% backward (Dao 2023), and less at usual lengths.

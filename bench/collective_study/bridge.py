@@ -24,9 +24,10 @@ from bench.command.parser import new_parser
 from bench.command.values import size_of
 from commengine import Communicator, Decomposition, UsageError, launch
 from commengine.mpi import load_mpi, reduced
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT
 from commengine.rank_zero import on_rank_zero
 from tplayers import Bridge, BridgeField
-from trainers.options import COUNT, OneLineParser
 
 COMMAND = "bench.collectives --only bridge"
 SIZES = ("32K", "256K", "2M", "16M", "64M")

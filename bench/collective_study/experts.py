@@ -37,8 +37,9 @@ from bench.transports.in_process import LocalCall, timed
 from bench.transports.operations import CollectiveCall
 from commengine import Communicator, UsageError, cost
 from commengine.cost import FittedModel
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import AT_LEAST_ONE, SECONDS
 from commengine.rank_zero import on_rank_zero
-from trainers.options import AT_LEAST_ONE, SECONDS, OneLineParser
 
 COMMAND = "bench.collectives --only experts"
 #: the even collectives that are measured alone, and the factors of their sizes over the bytes of a rank's rows

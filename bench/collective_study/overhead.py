@@ -30,8 +30,9 @@ from bench.timing.sampling import mean_seconds
 from bench.timing.turns import Spread, take_turns
 from commengine import Communicator, UsageError
 from commengine.host.switch_points import SwitchPoints
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import SECONDS, between
 from commengine.rank_zero import on_rank_zero
-from trainers.options import SECONDS, OneLineParser, between
 
 COMMAND = "bench.collectives --only overhead"
 WINDOW = "commengine in window"

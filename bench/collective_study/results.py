@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field
 from bench.collective_study.comparable import why_not
 from bench.timing.sampling import half_in_errors
 from commengine import UsageError
-from trainers.files.reading import InputFileError, read_json
-from trainers.files.schema import FilePart, checked, fault_in
+from commengine.files.reading import InputFileError, read_json
+from commengine.files.schema import FilePart, checked, fault_in
 
 FORMAT = 1
 STATISTICS = ("p50", "mean", "min")

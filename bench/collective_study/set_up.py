@@ -26,6 +26,8 @@ from bench.command.parser import new_parser
 from commengine import CartesianGrid, Communicator, GridLayout
 from commengine.agreement import agree, each_number, extremes
 from commengine.grid import AXES
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from commengine.shared_memory.nodes import nodes_of
 from tplayers import FieldConv, SpectralConv
@@ -33,7 +35,6 @@ from tplayers.fields.normalise import moments
 from tplayers.fields.same_layer import require_same_layer
 from tplayers.movement.compared import compare
 from tplayers.movement.plan import repartition_plan
-from trainers.options import COUNT, OneLineParser
 
 COMMAND = "bench.collectives --only set-up"
 RANKS = (64, 1024, 16384)

@@ -43,10 +43,11 @@ from bench.timing.sampling import Stopping
 from bench.transports.in_process import Engine
 from bench.transports.operations import CollectiveCall
 from commengine import Communicator, UsageError
+from commengine.files.reading import require_regular
 from commengine.host.switch_points import KINDS, NEVER, OPERATIONS, REDUCING, Key, Point, SwitchPoints
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import SECONDS, at_least
 from commengine.rank_zero import on_rank_zero
-from trainers.files.reading import require_regular
-from trainers.options import SECONDS, OneLineParser, at_least
 
 COMMAND = "bench.collectives --only switch-points"
 SIZES = [1 << shift for shift in range(12, 27)]  # smaller ones go by MPI, because there every microsecond counts

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.command.values import flag
-from trainers.files.writing import check_picture, check_writable
-from trainers.options import OneLineParser, ValidRange
+from commengine.files.writing import check_picture, check_writable
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import ValidRange
 
 #: the options that name pictures
 PICTURES = ("plot", "timeline")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection
 from functools import partial
 
-from trainers.options import OneLineParser, Parser
+from commengine.options.parser import OneLineParser, Parser
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

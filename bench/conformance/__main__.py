@@ -16,7 +16,7 @@ from typing import Any
 from bench.command.parser import new_parser
 from bench.command.start import user_errors
 from bench.conformance import PARTS
-from trainers.options import OneLineParser
+from commengine.options.parser import OneLineParser
 
 COMMAND = "bench.conformance"
 

@@ -34,8 +34,9 @@ from bench.conformance.checks import CHECKS
 from bench.conformance.job import BUILT_IN
 from bench.conformance.jobs import Answer, answers
 from commengine import UsageError
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import SECONDS, between
 from commengine.startup.tasks import number_of_tasks
-from trainers.options import SECONDS, OneLineParser, between
 
 COMMAND = "bench.conformance adjoints"
 #: answers by which the command fails

@@ -37,9 +37,10 @@ from bench.transports.environments import environment_of, free_port, launcher
 from bench.transports.in_process import LOCAL, LocalTransport
 from commengine import CollectiveError, Communicator, UsageError
 from commengine.mpi import load_mpi
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import between
 from commengine.rank_zero import gather_json, on_rank_zero
 from commengine.startup.tasks import number_of_tasks
-from trainers.options import OneLineParser, between
 
 COMMAND = "bench.conformance bits"
 #: what a job asks by itself: by name the transport of `LOCAL`, and the order of the engine's reductions

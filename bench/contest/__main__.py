@@ -1,7 +1,7 @@
 """Prove this project's own figures: sides that do the same work take turns, and one table compares them.
 
     python -m bench.contest step --rounds 7 --output step_contest.md
-    mpiexec -n 2 python -m bench.contest saving --save runs
+    mpiexec -n 2 python -m bench.contest mechanisms
 
 In every round each side has one turn, in a new random order. A time is the median over the rounds with its quartiles,
 and a ratio compares two times of one round. The exit status is 1 if the sides do not agree, if one failed, or if one
@@ -24,8 +24,9 @@ from bench.command.start import run_alone, run_on_ranks, user_errors
 from bench.contest import CONTESTS
 from bench.contest.parts.base import Case, Contest
 from bench.programs.driver import ContestError
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT
 from commengine.rank_zero import on_rank_zero
-from trainers.options import COUNT, OneLineParser
 
 COMMAND = "bench.contest"
 WIDTH = max(map(len, CONTESTS))
@@ -40,7 +41,7 @@ def parser(name: str = "") -> OneLineParser:
         return all_of_them
     module = import_module(f"{__package__}.{name}")
     contest: Contest = module.CONTEST
-    options = new_parser(f"{COMMAND} {name}", module.__doc__, passes_on=contest.passes_on)
+    options = new_parser(f"{COMMAND} {name}", module.__doc__)
     if contest.rounds:
         options.add_argument("--rounds", type=int, valid=COUNT, default=contest.rounds, help="rounds")
     contest.add_options(options.add_argument)
@@ -48,14 +49,10 @@ def parser(name: str = "") -> OneLineParser:
     return options
 
 
-def read(name: str, argv: Sequence[str], world_size: int = 1) -> Namespace:
+def read(name: str, argv: Sequence[str]) -> Namespace:
     """The options of a contest. Raises ValueError that names the option at fault."""
     contest = contest_of(name)
-    if contest.passes_on:
-        given, rest = parser(name).parse_known_args(argv)
-        given.rest, given.world_size = rest, world_size
-    else:
-        given = parser(name).parse_args(argv)
+    given = parser(name).parse_args(argv)
     contest.check(given)
     return given
 
@@ -75,7 +72,7 @@ def run(name: str, argv: Sequence[str], world: Any = None) -> int:
             given = read(name, argv)
             cases = contest.measure(given, None)
             return report(contest, given, cases, surroundings)
-    given = Namespace(**on_rank_zero(world, lambda: vars(read(name, argv, world.size))))
+    given = Namespace(**on_rank_zero(world, lambda: vars(read(name, argv))))
     cases = contest.measure(given, world)
     return int(on_rank_zero(world, lambda: report(contest, given, cases, surroundings | {"ranks": world.size})))
 

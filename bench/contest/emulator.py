@@ -33,8 +33,8 @@ from bench.emulator.layouts import ACROSS, INSIDE, NODES, RANKS_PER_NODE, RUNS, 
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.predicting import arguments, predict, write_cluster
 from commengine import UsageError
-from trainers.files.reading import read_json
-from trainers.options import SEED
+from commengine.files.reading import read_json
+from commengine.options.ranges import SEED
 
 JOB = "bench.emulator.job"
 #: seconds after which a job is ended

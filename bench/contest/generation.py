@@ -30,8 +30,9 @@ from bench.programs.driver import Contestant, started
 from bench.programs.generated_text import ONE_TOKEN
 from bench.programs.generation_task import GenerationTask
 from bench.transports.environments import ROOT, environment_of
-from commengine import UsageError, cost
-from trainers.options import BATCH, COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
+from commengine import UsageError
+from commengine.options.ranges import BATCH, COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
+from tplayers import formulas
 
 #: the file in which our contestant tells the collectives of a token
 TRACE = "trace.json"
@@ -158,12 +159,12 @@ class GenerationContest(ProgramContest):
 
 def by_formula(task: GenerationTask) -> dict[tuple[str, int], int]:
     """How many collectives one token of every text needs on two ranks, by operation and bytes."""
-    shape = cost.TransformerShape(
+    shape = formulas.TransformerShape(
         layers=task.num_layers, hidden=task.hidden_size, heads=task.num_attention_heads, seq=task.prompt_tokens,
         vocab=task.vocab_size,
     )  # fmt: skip
     found: Counter[tuple[str, int]] = Counter()
-    for one in cost.generation_collectives(shape, task.batch, 2):
+    for one in formulas.generation_collectives(shape, task.batch, 2):
         found[one.operation, int(one.size)] += int(one.count)
     return dict(found)
 

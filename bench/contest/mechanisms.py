@@ -25,7 +25,7 @@ from bench.timing.starting import neighbours
 from bench.timing.turns import slowest, take_turns
 from commengine import Communicator
 from commengine.mpi import load_mpi, reduced
-from trainers.options import ABOVE_ZERO
+from commengine.options.ranges import ABOVE_ZERO
 
 #: the losses of two steps that sum in different orders may differ by this share
 SAME_LOSS = 1e-3

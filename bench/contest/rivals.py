@@ -30,7 +30,7 @@ from bench.contest.parts.base import Case, Contest
 from bench.contest.parts.jobs import failed
 from bench.transports.environments import PACKAGES, VERSION_OF, install, versions
 from bench.transports.operations import OPERATIONS
-from trainers.options import SECONDS
+from commengine.options.ranges import SECONDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,9 +34,9 @@ from bench.contest.parts.grid import ALONE, COLUMNS, RUNS, GridRun, cells, wrong
 from bench.contest.parts.on_ranks import new_folder, on_some
 from bench.contest.parts.tiny_run import DENSE, LLAMA, PRECISIONS, SETTINGS, Digests, run, unlike
 from commengine import Communicator, UsageError
+from commengine.files.reading import read_json
+from commengine.options.ranges import COUNT, SECONDS, between
 from commengine.rank_zero import on_rank_zero
-from trainers.files.reading import read_json
-from trainers.options import COUNT, SECONDS, between
 from trainers.run.startup import fix_products
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from bench.contest.parts.programs import GivenTask, ProgramContest, saved
 from bench.peers.models import reference_state
 from bench.programs.driver import Contestant
 from bench.programs.step_task import MODELS, StepTask
-from trainers.options import BATCH, HEADS, LAYERS, LENGTH, NOT_NEGATIVE, VOCABULARY, WIDTH
+from commengine.options.ranges import BATCH, HEADS, LAYERS, LENGTH, NOT_NEGATIVE, VOCABULARY, WIDTH
 
 #: tokens of the shortest sample of BERT that has a masked token
 SHORTEST_BERT = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.emulator.machine import EmulatedMachine
-from commengine import cost
+from tplayers import formulas
 from trainers.tasks.gpt import GPTTrainConfig
 
 NODES, RANKS_PER_NODE = 8, 8
@@ -47,7 +47,7 @@ class LayoutRun:
         config = self.config()
         replicas = self.ranks // (self.tensor * self.stages)
         microbatches = config.batch_size(replicas) // (config.micro_batch_size * replicas)
-        ratio = cost.bubble(self.stages, microbatches, config.chunks)
+        ratio = formulas.bubble(self.stages, microbatches, config.chunks)
         return ratio / (1 + ratio)
 
     @property

@@ -21,9 +21,10 @@ from bench.gpu_study.rows import RowFile
 from bench.programs.driver import ContestError
 from bench.timing.turns import Spread, ratio, take_turns
 from commengine import Communicator
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT
 from tplayers.context.blockwise import Blockwise
 from tplayers.context.chunks import SequenceChunks
-from trainers.options import COUNT, OneLineParser
 
 RANKS = (2, 4, 8)
 HEADS, HEAD_SIZE, LENGTHS = 16, 128, (8192, 32768)

@@ -17,10 +17,11 @@ from bench.gpu_study.rows import RowFile
 from bench.programs.driver import ContestError
 from bench.timing.turns import Spread, ratio, take_turns
 from commengine import Communicator
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT
 from tplayers import Randomness
 from tplayers.dropout_kernel import drawn_mask
 from tplayers.models.gpt import GPT, GPTConfig
-from trainers.options import COUNT, OneLineParser
 
 WAYS = ("kernel", "operators")
 #: of the hidden states, of attention, and how attention's mask is drawn

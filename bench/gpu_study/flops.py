@@ -2,7 +2,7 @@
 
 A step is the forward pass, the loss and the backward pass of one micro-batch, without an optimizer. Attention is
 PyTorch's flash attention, because there is no dropout. Each model runs eagerly and compiled. FLOPs are those of the
-matrix products (`commengine.cost.model_flops`), without recomputation. The ceiling is a bf16 product of 8192 x 8192
+matrix products (`tplayers.formulas.model_flops`), without recomputation. The ceiling is a bf16 product of 8192 x 8192
 matrices.
 """
 
@@ -17,9 +17,9 @@ import torch
 
 from bench.gpu_study.rows import RowFile, finish
 from commengine import Communicator
-from commengine.cost import model_flops
+from commengine.options.parser import OneLineParser
+from tplayers.formulas import model_flops
 from tplayers.models.gpt import GPT, GPTConfig
-from trainers.options import OneLineParser
 
 #: name: layers, hidden size, heads, micro-batch (Shoeybi et al. 2019, table 1)
 MODELS = {"355M": (24, 1024, 16, 8), "1.2B": (40, 1536, 16, 4)}

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_study.rows import RowFile
-from trainers.files.reading import read_json_lines
-from trainers.files.schema import fault_in
-from trainers.options import OneLineParser
+from commengine.files.reading import read_json_lines
+from commengine.files.schema import fault_in
+from commengine.options.parser import OneLineParser
 
 #: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.
 #: On the host these runs differed by 7e-7 (two tensor ranks against one) and 3e-3 (bf16 against fp32) in 20 steps

@@ -19,7 +19,8 @@ from bench.programs.all_reduce import WAYS
 from bench.programs.driver import Contestant, rounds, started
 from bench.timing.turns import Spread, ratio
 from commengine.device.nccl import LAUNCH_ORDER
-from trainers.options import COUNT, OneLineParser, between
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT, between
 
 SIZES = ("8", "64K", "1M", "16M", "256M")
 #: bytes of tensors in flight in one step, and the most calls of a step

@@ -24,8 +24,9 @@ from bench.gpu_study.rows import RowFile, finish
 from bench.timing.turns import Spread, ratio
 from commengine import Communicator, trace
 from commengine.device.nccl import LAUNCH_ORDER
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT, between
 from commengine.stream import Stream, Work
-from trainers.options import COUNT, OneLineParser, between
 
 SIDE, TINY_SIDE = 8192, 128
 

@@ -13,7 +13,9 @@ from bench.clusters.cluster import Cluster, Device
 from bench.prediction.kernels import memory_seconds
 from bench.prediction.layout import Layout
 from commengine import cost
-from commengine.cost import FittedModel, StageShape, TransformerShape
+from commengine.cost import FittedModel
+from tplayers import formulas
+from tplayers.formulas import StageShape, TransformerShape
 
 
 def tensor_communication(
@@ -22,7 +24,7 @@ def tensor_communication(
     """The seconds of a micro-batch in which a device of the stage waits for its tensor group. only: of this phase."""
     shape = replace(shape, layers=stage.layers, seq=shape.seq // layout.context)
     place = place_of("tensor", layout.tensor, layout.replicas, cluster.machine.ranks_per_node, layout.pipeline)
-    run = cost.tensor_parallel_collectives(
+    run = formulas.tensor_parallel_collectives(
         shape,
         layout.micro_batch,
         layout.tensor,
@@ -31,8 +33,8 @@ def tensor_communication(
         sequence_parallel=layout.sequence_parallel,
         stops_early=stops_early(layout, cluster.device),
     )
-    run += cost.loss_collectives(shape, layout.micro_batch, layout.tensor)
-    run += cost.key_value_collectives(
+    run += formulas.loss_collectives(shape, layout.micro_batch, layout.tensor)
+    run += formulas.key_value_collectives(
         shape, layout.micro_batch, layout.tensor, element_bytes=cluster.device.element_bytes, recompute=layout.recompute
     )
     parts = {"layers", *(["embedding"] if stage.first else [])}
@@ -58,7 +60,7 @@ def context_communication(
     # The ranks of a context group lie as a data group's would: a tensor group apart.
     node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data
     place = place_of("data", layout.tensor, layout.context, node, others)
-    run = cost.context_collectives(
+    run = formulas.context_collectives(
         replace(shape, layers=stage.layers), layout.micro_batch, layout.tensor, layout.context, layout.method,
         element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
     )  # fmt: skip
@@ -82,7 +84,7 @@ def expert_communication(
     # The ranks lie as a data group's would: a tensor and a context group apart.
     node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data // layout.expert
     place = place_of("data", layout.tensor * layout.context, layout.expert, node, others)
-    run = cost.expert_collectives(
+    run = formulas.expert_collectives(
         replace(shape, layers=stage.layers, seq=shape.seq // layout.context), layout.micro_batch, layout.expert,
         element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
     )  # fmt: skip
@@ -144,7 +146,9 @@ def data_communication(
         ranks = layout.replicas // apart_by
         place = place_of("data", layout.tensor * apart_by, ranks, node, layout.pipeline)
         run = (
-            cost.data_parallel_collectives(count, ranks, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1)
+            formulas.data_parallel_collectives(
+                count, ranks, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
+            )
             if count
             else []
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commengine.cost import TransformerShape
 from commengine.grid import divisors
+from tplayers.formulas import TransformerShape
 from trainers.presets import MIXTURES, PRESETS
 from trainers.tasks.gpt import GPTTrainConfig
 

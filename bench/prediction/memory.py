@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bench.clusters.cluster import Cluster, Device
 from bench.prediction.layout import Layout
-from commengine import cost
-from commengine.cost import StageShape, TransformerShape
+from tplayers import formulas
+from tplayers.formulas import StageShape, TransformerShape
 
 
 def device_bytes(
@@ -15,9 +15,9 @@ def device_bytes(
     kept, chunks = kept_tensors(layout, cluster), layout.chunks(shape.layers)
     found = []
     for number, stage in enumerate(stages):
-        microbatches = cost.kept_microbatches(number, len(stages), layout.micro_batches, chunks)
+        microbatches = formulas.kept_microbatches(number, len(stages), layout.micro_batches, chunks)
         found.append(
-            cost.training_bytes(
+            formulas.training_bytes(
                 shape,
                 layout.micro_batch,
                 layout.tensor,
@@ -32,11 +32,11 @@ def device_bytes(
     return found
 
 
-def kept_tensors(layout: Layout, cluster: Cluster) -> cost.KeptTensors:
+def kept_tensors(layout: Layout, cluster: Cluster) -> formulas.KeptTensors:
     """The settings that decide which tensors a device keeps in such a step."""
     size = cluster.device.element_bytes
     keeps = eager_attention(layout, cluster.device) and (layout.context == 1 or layout.method == "ulysses")
-    return cost.KeptTensors(
+    return formulas.KeptTensors(
         element_bytes=size, recompute=layout.recompute, sequence_parallel=layout.sequence_parallel,
         hidden_dropout=layout.hidden_dropout, zero1=layout.zero1, sends_together=cluster.overlap,
         sent_bytes=2 if size == 2 else 0,

@@ -27,8 +27,8 @@ from bench.prediction.layout import MODELS, Layout
 from bench.prediction.memory import device_bytes, eager_attention
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.schedule import schedule_seconds
-from commengine import cost
-from commengine.cost import StageShape, TransformerShape
+from tplayers import formulas
+from tplayers.formulas import StageShape, TransformerShape
 
 #: the parts of the model that can be left out, and what is left then
 PARTS = {
@@ -102,7 +102,7 @@ class StepModel:
             raise ValueError(
                 f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
             )
-        stages = cost.stages(shape, layout.pipeline, layout.chunks(shape.layers), layout.recompute)
+        stages = formulas.stages(shape, layout.pipeline, layout.chunks(shape.layers), layout.recompute)
         works = self.layer()
         pieces = {piece: self._piece(piece, works, slow) for chunks in stages for piece in chunks}
         busiest = max(stages, key=lambda chunks: sum(sum(pieces[one][0].values()) for one in chunks))
@@ -112,9 +112,9 @@ class StepModel:
             seconds |= self._pipeline(stages, pieces, sum(seconds.values()))
 
         whole = [StageShape(sum(one.layers for one in chunks), chunks[0].first, chunks[-1].last) for chunks in stages]
-        counts = ((cost.parameters(shape, layout.tensor, one, expert=layout.expert), one) for one in whole)
+        counts = ((formulas.parameters(shape, layout.tensor, one, expert=layout.expert), one) for one in whole)
         owned, most = max(counts, key=lambda counted: (counted[0], counted[1].layers))
-        apart, layers = cost.expert_parameters(shape, layout.tensor, most, expert=layout.expert), most.layers
+        apart, layers = formulas.expert_parameters(shape, layout.tensor, most, expert=layout.expert), most.layers
         under_backward = layers * sum(work.total(slow) for work in works[1:])  # of the last micro-batch
         exposed, hidden = data_communication(owned - apart, apart, layers, layout, cluster, under_backward, slow)
         seconds["optimizer"] = self._optimizer(owned - apart, apart, slow)
@@ -124,7 +124,7 @@ class StepModel:
         memory = device_bytes(shape, layout, cluster, whole)
         fullest = max(range(len(memory)), key=lambda stage: sum(memory[stage].values()))
         # A part that is switched off takes no time, but its FLOPs still count.
-        flops = cost.model_flops(shape, layout.batch, layout.recompute)
+        flops = formulas.model_flops(shape, layout.batch, layout.recompute)
         of_rank = sum(pieces[one][2] for chunks in stages for one in chunks)
         computed = layout.micro_batches * layout.tensor * layout.replicas * of_rank
         return PredictedStep(seconds, hidden, memory[fullest], flops, layout.ranks, fullest, computed)

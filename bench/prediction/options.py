@@ -7,10 +7,12 @@ from typing import Any
 
 from bench.command.values import flag
 from bench.prediction.layout import MODELS, Layout
-from commengine.cost import TransformerShape
 from commengine.grid import divisors
+from commengine.options.declared import add_some, as_flags
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
+from tplayers.formulas import TransformerShape
 from trainers import presets
-from trainers.options import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, OneLineParser, add_some, as_flags
 from trainers.tasks.context import METHODS
 from trainers.tasks.gpt import GPTTrainConfig
 

@@ -22,8 +22,8 @@ from bench.clusters.cluster import MEASURE, load
 from bench.clusters.device_rates import measure_rates
 from bench.command.machine import processor, usable_cores
 from commengine import UsageError
-from trainers.files.reading import InputFileError, read_json
-from trainers.files.schema import fault_in
+from commengine.files.reading import InputFileError, read_json
+from commengine.files.schema import fault_in
 
 #: the machine whose links stand for those that are not measured
 LIKE = "amd-epyc"

@@ -13,7 +13,7 @@ from bench.clusters.cluster import Cluster
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.model_cost import predict, slowdown
 from bench.prediction.predicted_step import PredictedStep
-from commengine.cost import TransformerShape
+from tplayers.formulas import TransformerShape
 
 # model, tensor size, pipeline size, GPUs, batch, micro-batch, layers of a chunk, published
 TABLE_1 = (

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from bench.prediction.layout import Layout
-from commengine.cost import TransformerShape
+from tplayers.formulas import TransformerShape
 
 
 class Product(NamedTuple):

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
-from commengine import cost
+from tplayers import formulas
 from trainers.pipeline.orders import order
 
 _LONG = 8192  # chunks times micro-batches of all ranks, from which on a schedule is extrapolated
@@ -18,7 +18,7 @@ def schedule_seconds(
 ) -> float:
     """The seconds from the first forward to the last backward.
 
-    seconds, messages: as in `commengine.cost.timeline`. A long schedule follows from two shorter ones, because in its
+    seconds, messages: as in `tplayers.formulas.timeline`. A long schedule follows from two shorter ones, because in its
     middle p micro-batches take as long as the p before: exactly, if stages and messages are equal but for the ends.
     """
     stages, chunks = len(messages), len(seconds) // (2 * len(messages))
@@ -34,7 +34,7 @@ def schedule_seconds(
 
 
 def _simulated(seconds: Mapping[tuple[int, bool, int], float], microbatches: int, messages: Sequence[float]) -> float:
-    """The end of `commengine.cost.timeline`, for a plan, which asks for few schedules with many times."""
+    """The end of `tplayers.formulas.timeline`, for a plan, which asks for few schedules with many times."""
     stages = len(messages)
     steps = _steps(stages, microbatches, len(seconds) // (2 * stages))
     links, clocks, ends = [*messages, 0.0], [0.0] * stages, [0.0] * (len(steps) + 1)
@@ -48,12 +48,14 @@ def _steps(stages: int, microbatches: int, chunks: int) -> list[tuple[int, tuple
     """All actions, each after the one that it needs: rank, chunk, link of the message, place of the one it needs."""
     orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
     alike = dict.fromkeys(itertools.product(range(stages), (False, True), range(chunks)), 1.0)
-    spans = cost.timeline(orders, alike).spans
+    spans = formulas.timeline(orders, alike).spans
     actions = sorted((begin, rank, action) for rank, span in enumerate(spans) for action, (begin, _) in span.items())
-    places: dict[tuple[int, cost.Action] | None, int] = {(rank, one): at for at, (_, rank, one) in enumerate(actions)}
+    places: dict[tuple[int, formulas.Action] | None, int] = {
+        (rank, one): at for at, (_, rank, one) in enumerate(actions)
+    }
     found = []
     for _, rank, (backward, microbatch, chunk) in actions:
-        source = cost.needed((backward, microbatch, chunk), rank, stages, chunks)
+        source = formulas.needed((backward, microbatch, chunk), rank, stages, chunks)
         link = stages if source is None or source[0] == rank else rank if backward else source[0]
         found.append((rank, (rank, backward, chunk), link, places.get(source, -1)))  # -1: there from the beginning
     return found

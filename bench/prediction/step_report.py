@@ -11,7 +11,7 @@ from bench.clusters.cluster import Cluster
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
 from bench.prediction.predicted_step import PredictedStep
-from commengine.cost import TransformerShape, parameters, stages
+from tplayers.formulas import TransformerShape, parameters, stages
 
 
 def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:

@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from commengine import UsageError
-from trainers.files.reading import InputFileError, read_json, read_text, require_regular
-from trainers.files.schema import fault_in
+from commengine.files.reading import InputFileError, read_json, read_text, require_regular
+from commengine.files.schema import fault_in
 
 from .records import records
 from .rendering import inline, markdown

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from commengine import Communicator, UsageError
+from commengine.options.declared import make_writable
 from commengine.rank_zero import on_every_rank
 from trainers import presets
-from trainers.options import make_writable
 from trainers.run.startup import read_config
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig

@@ -17,10 +17,10 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from commengine import CollectiveEvent, UsageError
+from commengine.files.reading import read_json_lines
+from commengine.files.schema import FilePart, checked, fault_in, told
 from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT
-from trainers.files.reading import read_json_lines
-from trainers.files.schema import FilePart, checked, fault_in, told
 
 #: the operations that a replay can run; a trace may also have exchanges, whose events do not name their peers
 REPLAYED = (

@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.step_study.spans import Span, chunk_of
 from bench.step_study.traced_step import TracedStep
-from commengine import GridLayout, cost
-from tplayers import ModelPart
+from commengine import GridLayout
+from tplayers import ModelPart, formulas
 from trainers.pipeline.orders import order
 
 from .recorder import TracedConfig
@@ -32,7 +32,7 @@ def stage_rows(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> l
     layout = GridLayout(len(ranks), config.tensor_model_parallel_size, pipeline=stages)
     microbatches, parts = config.batch_size(layout.data) // (config.micro_batch_size * layout.data), config.parts()
     orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
-    free = cost.bubble(stages, microbatches, chunks)
+    free = formulas.bubble(stages, microbatches, chunks)
     rows = []
     for group in [layout.group(rank, "pipeline") for rank in range(len(ranks)) if layout.place(rank)["pipeline"] == 0]:
         spent = {rank: [_spent(step.spans, parts[stage]) for step in ranks[rank]] for stage, rank in enumerate(group)}
@@ -43,7 +43,7 @@ def stage_rows(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> l
             for backward in (False, True)
             for chunk in range(chunks)
         }
-        scheduled = cost.timeline(orders, seconds)
+        scheduled = formulas.timeline(orders, seconds)
         for stage, rank in enumerate(group):
             of_phase = {
                 phase: [sum(step[backward, chunk] for chunk in range(chunks)) for step in spent[rank]]

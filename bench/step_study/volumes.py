@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commengine import GridLayout, cost
-from commengine.cost import Collective
-from tplayers import ModelPart
+from commengine import GridLayout
+from tplayers import ModelPart, formulas
+from tplayers.formulas import Collective
 from trainers.tasks.bert import BERTTrainConfig
 
 from .recorder import TracedConfig
@@ -85,16 +85,16 @@ def partial_elements(buckets: Sequence[Sequence[tuple[str, int, int]]], rank: in
     return found
 
 
-def shape_of(config: TracedConfig) -> cost.TransformerShape:
+def shape_of(config: TracedConfig) -> formulas.TransformerShape:
     """The model's shape, with its padded vocabulary and heads."""
     return config.model().cost_shape(config.seq_length, config.task, config.tensor_model_parallel_size)
 
 
 def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
-    """The choices of a model that `cost.TransformerShape` does not have; a GPT has none of them.
+    """The choices of a model that `formulas.TransformerShape` does not have; a GPT has none of them.
 
     Returns whether norms come after the sums, whether there is a head for the order of sentences, and the predictions
-    that `cost.tensor_parallel_collectives` takes.
+    that `formulas.tensor_parallel_collectives` takes.
     """
     if not isinstance(config, BERTTrainConfig):
         return False, False, None
@@ -106,7 +106,7 @@ def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
 def parameter_sizes(config: TracedConfig, part: ModelPart) -> list[tuple[str, int]]:
     """(name, elements) of each parameter of a rank that has this part of the model."""
     post_norm, order_head, _ = choices(config)
-    found = cost.parameter_sizes(
+    found = formulas.parameter_sizes(
         shape_of(config), config.tensor_model_parallel_size, positions=config.positions, post_norm=post_norm,
         order_head=order_head,
     )  # fmt: skip
@@ -141,14 +141,14 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
     recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
     here = replace(shape, seq=shape.seq // context)
-    model = cost.tensor_parallel_collectives(
+    model = formulas.tensor_parallel_collectives(
         here, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
         stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
     )  # fmt: skip
-    model += cost.loss_collectives(here, batch, tensor, together=True, predictions=predictions)
+    model += formulas.loss_collectives(here, batch, tensor, together=True, predictions=predictions)
     times = config.batch_size(data) // (batch * data)
-    shared = cost.key_value_collectives(here, batch, tensor, element_bytes=size, recompute=recompute)
-    attention = cost.context_collectives(
+    shared = formulas.key_value_collectives(here, batch, tensor, element_bytes=size, recompute=recompute)
+    attention = formulas.context_collectives(
         shape, batch, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
         order_head=order_head,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         one for many in of_layers for one in _by_layer(many, shape.layers) if chunk_of(part, one.what.part) is not None
     ]
     if stages > 1:
-        sent = cost.stage_messages(
+        sent = formulas.stage_messages(
             here, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
             shards=tensor if config.sequence_parallel else 1,
         )  # fmt: skip
@@ -177,7 +177,7 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         (elements,) = (bucket[-1][2] for bucket in buckets if bucket[0][0] == TIED)
         why = "gradients of both uses of a tied embedding"
         found.append(Expected("ends", Collective("all_reduce", 4 * elements, 2, 1, why, "gradients")))
-    reduced = cost.data_parallel_collectives(
+    reduced = formulas.data_parallel_collectives(
         sum(elements for _, elements in sizes), replicas, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
         gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
     )  # fmt: skip
@@ -185,9 +185,9 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     if config.sequence_parallel:
         shard, shards = (place["data"] * context + place["context"], replicas) if zero1 else (0, 1)
         partial = partial_elements(buckets, shard, shards)
-        found += [Expected("tensor", one) for one in cost.sequence_parallel_collectives(partial, tensor)]
+        found += [Expected("tensor", one) for one in formulas.sequence_parallel_collectives(partial, tensor)]
     terms = 1 + order_head
-    scalars = cost.scalar_collectives(
+    scalars = formulas.scalar_collectives(
         tensor, data, context=context, pipeline=stages, zero1=zero1, fp16=config.fp16, terms=terms
     )
     return found + [Expected(group, one) for group, one in scalars]

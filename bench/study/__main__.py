@@ -47,9 +47,10 @@ from bench.step_study import recorder
 from bench.timing.starting import neighbours
 from commengine import Communicator
 from commengine.cost import FittedModel, Link
+from commengine.files.reading import read_json
+from commengine.options.parser import OneLineParser
+from commengine.options.ranges import ABOVE_ZERO, NOT_NEGATIVE, SECONDS
 from commengine.rank_zero import on_rank_zero
-from trainers.files.reading import read_json
-from trainers.options import ABOVE_ZERO, NOT_NEGATIVE, SECONDS, OneLineParser
 from trainers.run import signals
 
 from . import answers, fitting, folder, reporting, sizes

@@ -30,8 +30,8 @@ from bench.command.machine import environment
 from bench.command.parser import new_parser
 from bench.command.start import user_errors
 from commengine import UsageError
-from trainers.files.writing import check_writable
-from trainers.options import OneLineParser
+from commengine.files.writing import check_writable
+from commengine.options.parser import OneLineParser
 
 COMMAND = "bench.study --only fit"
 

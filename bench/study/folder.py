@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.command.files import replace_json
 from commengine import UsageError
-from trainers.files.reading import InputFileError, read_json
-from trainers.options import make_writable
+from commengine.files.reading import InputFileError, read_json
+from commengine.options.declared import make_writable
 
 FORMAT = 1
 #: what a study writes into its folder

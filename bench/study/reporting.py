@@ -17,8 +17,8 @@ from pathlib import Path
 from bench.command.parser import new_parser
 from bench.command.start import user_errors
 from bench.report_page.page import page
-from trainers.files.writing import check_writable
-from trainers.options import OneLineParser
+from commengine.files.writing import check_writable
+from commengine.options.parser import OneLineParser
 
 COMMAND = "bench.study --only report"
 

@@ -15,8 +15,8 @@ from bench.command.files import replace_json
 from bench.timing.sampling import FEWEST, Stopping
 from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator
+from commengine.files.schema import fault_in
 from commengine.rank_zero import on_rank_zero
-from trainers.files.schema import fault_in
 
 from . import kept
 from .folder import read_file

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.traces.opening import read_bytes
 from commengine import UsageError
-from trainers.files.reading import InputFileError
+from commengine.files.reading import InputFileError
 
 PACKAGE = "ChakraProtoMsg"
 INSTALL = "Chakra traces need protobuf; install it with pip install '.[chakra]'"

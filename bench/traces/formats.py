@@ -17,8 +17,8 @@ from bench.traces import chakra, chakra_schema, chakra_writer, kineto, param
 from bench.traces.foreign import ForeignCall, Written, as_recording, numbered
 from bench.traces.progress import check_ends
 from commengine import Communicator, Trace, UsageError
+from commengine.files.reading import InputFileError
 from commengine.rank_zero import on_every_rank
-from trainers.files.reading import InputFileError
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from bench.traces import foreign
 from bench.traces.foreign import ForeignCall
 from bench.traces.opening import begins_with, read_json_object
 from commengine import UsageError
+from commengine.files.schema import fault_in
 from commengine.operations import OPERATIONS
-from trainers.files.schema import fault_in
 
 _ANNOTATED = re.compile(r"(nccl|gloo):(\w+)")
 _RANK = re.compile(r"rank[_-]?(\d+)|worker[_-]?(\d+)")

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from trainers.files.reading import InputFileError, require_regular
+from commengine.files.reading import InputFileError, require_regular
 
 _GZIP = b"\x1f\x8b"
 

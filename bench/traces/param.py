@@ -23,8 +23,8 @@ from bench.traces import foreign
 from bench.traces.foreign import ForeignCall, Written, ranks_of
 from bench.traces.opening import begins_with, read_json_object
 from commengine import CollectiveEvent, UsageError
+from commengine.files.schema import fault_in
 from commengine.operations import OPERATIONS
-from trainers.files.schema import fault_in
 
 #: the version of the format that is written, and the parts of its name that are read: before 1.0.3 groups had no names
 SCHEMA, OLDEST = "1.1.0-chakra.0.0.4", (1, 0, 3)

@@ -26,8 +26,8 @@ def test_a_row_is_in_the_files_when_it_is_added(tmp_path, capsys):
 
 def test_flops_of_a_step_are_those_of_its_products():
     """Three times the forward products: a backward has two for each."""
-    from commengine.cost import model_flops
     from tplayers import GPTConfig
+    from tplayers.formulas import model_flops
 
     layers, h, s, b, v = 3, 64, 48, 2, 1024
     layer = 2 * b * s * (3 * h * h + h * h + 2 * 4 * h * h) + 2 * 2 * b * s * s * h

@@ -15,7 +15,8 @@ from bench.prediction import group_cost, kernels, model_cost, paper, plan, step_
 from bench.prediction.layout import MODELS, Layout
 from bench.prediction.options import MICRO_BATCH
 from commengine import UsageError, cost
-from commengine.cost import TransformerShape
+from tplayers import formulas
+from tplayers.formulas import TransformerShape
 from trainers import presets
 from trainers.presets import PRESETS
 from trainers.tasks.gpt import GPTTrainConfig
@@ -128,7 +129,7 @@ def test_options_move_the_step_the_right_way():
     sequence = model_cost.predict(shape, replace(base, sequence_parallel=True), DGX_2H)
     assert sequence.seconds["elementwise"] < step.seconds["elementwise"]
     zero = model_cost.predict(shape, replace(base, zero1=True), DGX_2H)
-    assert zero.memory["parameters and optimizer"] == pytest.approx(cost.parameters(shape, 8) * (6 + 12 / 8))
+    assert zero.memory["parameters and optimizer"] == pytest.approx(formulas.parameters(shape, 8) * (6 + 12 / 8))
     overlapped = model_cost.predict(shape, base, replace(DGX_2H, overlap=True))
     assert overlapped.hidden > 0 and overlapped.total < step.total
     twice = model_cost.predict(shape, replace(base, micro_batches=2), DGX_2H)
@@ -163,12 +164,12 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
             count += 1
             layout = Layout(tensor, data, micro, times, recompute, sequence, zero1, pipeline=stages)
             step = model_cost.predict(SMALL, layout, machine)
-            kept = cost.KeptTensors(recompute=recompute, sequence_parallel=sequence)
+            kept = formulas.KeptTensors(recompute=recompute, sequence_parallel=sequence)
             needs = []
-            for stage, (part,) in enumerate(cost.stages(SMALL, stages, recompute=recompute)):
-                parameters = (6 + 12 / data if zero1 else 18) * cost.parameters(SMALL, tensor, part)
+            for stage, (part,) in enumerate(formulas.stages(SMALL, stages, recompute=recompute)):
+                parameters = (6 + 12 / data if zero1 else 18) * formulas.parameters(SMALL, tensor, part)
                 held = min(stages - stage, times)
-                needs.append(parameters + cost.activation_bytes(SMALL, micro, tensor, kept, part, held))
+                needs.append(parameters + formulas.activation_bytes(SMALL, micro, tensor, kept, part, held))
             if max(needs) + 2e9 <= gigabytes * 1e9:
                 best = min(best, (step.total, layout), key=lambda pair: pair[0])
     assert len(found) == count
@@ -226,10 +227,10 @@ def test_the_llama_family_has_the_trainers_shape(tmp_path, capsys):
         untie_embeddings_and_output_weights=True,
     ).model().cost_shape(8192)  # fmt: skip
     assert {name: found["model"][name] for name in asdict(shape)} == asdict(shape)
-    kept = cost.KeptTensors(hidden_dropout=False, scores="none", sends_together=True)
-    assert found["memory_bytes"] == cost.training_bytes(shape, 1, 4, 1, kept)
+    kept = formulas.KeptTensors(hidden_dropout=False, scores="none", sends_together=True)
+    assert found["memory_bytes"] == formulas.training_bytes(shape, 1, 4, 1, kept)
     # The products of the layers take as long as their FLOPs at a device's rate at most say, and not twice as long.
-    flops = cost.model_flops(shape, 1) / 4
+    flops = formulas.model_flops(shape, 1) / 4
     spent = sum(found["seconds"][name] for name in ("gemm", "attention", "ends"))
     assert 1 < spent / (flops / cluster.load("dgx-h100").device.peak_flops) < 3
     capsys.readouterr()
@@ -308,7 +309,7 @@ def test_gradients_that_are_sent_count_where_they_outlive_the_activations():
     """Overlapped, the half copies of all gradients exist when the backward ends."""
     a100, shape = cluster.load("dgx-a100"), MODELS["8.3b"]
     step = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1, recompute="full"), a100)
-    beyond = 2 * cost.parameters(shape, 8) - step.memory["activations"]
+    beyond = 2 * formulas.parameters(shape, 8) - step.memory["activations"]
     assert step.memory["gradients being sent"] == pytest.approx(beyond) and beyond > 0
     later = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1), replace(a100, overlap=False))
     assert later.memory["gradients being sent"] == 0
@@ -337,7 +338,7 @@ def test_a_preset_has_its_shape_its_tensor_size_and_its_batch(name, tmp_path):
     assert call(*argv, "--json", tmp_path / "step.json") == 0
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["model"]["name"] == name and found["model"]["heads"] == preset.heads
-    assert found["model"]["parameters"] == cost.parameters(preset.shape())
+    assert found["model"]["parameters"] == formulas.parameters(preset.shape())
     batch = preset.recipe["global_batch_size"]
     assert (found["layout"]["tensor"], found["layout"]["global_batch_size"]) == (preset.tensor, batch)
     # The table of presets has the same bytes.

@@ -9,7 +9,7 @@ from bench.predict import main
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
 from bench.prediction.plan import layouts
-from commengine.cost import TransformerShape
+from tplayers.formulas import TransformerShape
 
 LLAMA = TransformerShape(
     16, 2048, 32, 8192, 128256, ffn=8192, kv_heads=8, gated=True, rms_norm=True, rotary=True, biases=False

@@ -11,7 +11,7 @@ from bench.prediction.layout import MODELS, Layout
 from bench.prediction.memory import kept_tensors
 from bench.prediction.model_cost import predict
 from bench.prediction.plan import layouts
-from commengine import cost
+from tplayers import formulas
 
 MIXTRAL = MODELS["mixtral-8x7b"]
 H100 = load("dgx-h100")
@@ -34,14 +34,14 @@ def test_products_are_the_flops_of_a_token():
             flops = sum(2 * one.m * one.n * one.k * one.times for one in found)
             logits = 2 * shape.seq * shape.hidden * shape.vocab
             attention = 4 * shape.seq**2 * shape.queries
-            layer = cost.model_flops(shape, 3) / 3 - 3 * logits - 3 * shape.layers * attention
+            layer = formulas.model_flops(shape, 3) / 3 - 3 * logits - 3 * shape.layers * attention
             assert flops == pytest.approx(layer / shape.layers, rel=0.01)
             assert sum(one.times for one in found) == 2 + 1 + 2 * shape.experts // expert + 2 * (shape.shared > 0)
 
 
 def test_ranks_share_the_memory_of_experts_and_exchange_rows():
     alone, shared = step(), step(8)
-    whole = cost.expert_parameters(MIXTRAL)
+    whole = formulas.expert_parameters(MIXTRAL)
     assert alone.memory["experts and their optimizer"] == 18 * whole
     assert shared.memory["experts and their optimizer"] == 18 * whole / 8
     assert shared.memory["parameters and optimizer"] == alone.memory["parameters and optimizer"]
@@ -53,7 +53,7 @@ def test_ranks_share_the_memory_of_experts_and_exchange_rows():
     assert zero1.memory["experts and their optimizer"] == 18 * whole / 8  # no other rank has them
     spread = predict(MIXTRAL, layout(4, zero1=True), H100)
     assert spread.memory["experts and their optimizer"] == (6 + 12 / 2) * whole / 4
-    found = cost.training_bytes(MIXTRAL, 1, 1, 8, kept_tensors(layout(8), H100), expert=8)
+    found = formulas.training_bytes(MIXTRAL, 1, 1, 8, kept_tensors(layout(8), H100), expert=8)
     assert shared.memory == found
 
 
@@ -85,8 +85,8 @@ def test_a_plan_shows_a_ranks_experts(tmp_path, capsys):
         memory, experts = sum(one["memory_bytes"].values()), one["memory_bytes"]["experts and their optimizer"]
         assert f"| {memory / 1e9:.1f}, {experts / 1e9:.1f} of them experts |" in row
     best = candidates[0]
-    of_rank = cost.expert_parameters(
-        MIXTRAL, best["tensor"], cost.StageShape(-(-32 // best["pipeline"])), expert=best["expert"]
+    of_rank = formulas.expert_parameters(
+        MIXTRAL, best["tensor"], formulas.StageShape(-(-32 // best["pipeline"])), expert=best["expert"]
     )
     state = 6 + 12 / (best["data"] // best["expert"]) if best["zero1"] else 18
     assert best["memory_bytes"]["experts and their optimizer"] == pytest.approx(state * of_rank, rel=0.1)

@@ -10,8 +10,9 @@ from bench import predict
 from bench.clusters import cluster
 from bench.prediction import group_cost, memory, model_cost, plan, schedule
 from bench.prediction.layout import MODELS, Layout
-from commengine import cost
-from commengine.cost import Link, Machine, StageShape, TransformerShape
+from commengine.cost import Link, Machine
+from tplayers import formulas
+from tplayers.formulas import StageShape, TransformerShape
 from trainers.pipeline.orders import order
 
 A100 = cluster.load("dgx-a100")
@@ -43,7 +44,7 @@ def test_the_paper_of_2021(tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "billions"), [("1.7b", 1.7), ("145.6b", 145.6), ("1008b", 1008.0)])
 def test_the_models_have_the_papers_parameters(name, billions):
-    assert cost.parameters(MODELS[name]) / 1e9 == pytest.approx(billions, abs=0.06)
+    assert formulas.parameters(MODELS[name]) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def equal(stages, chunks, forward=1.0, backward=2.0):
@@ -54,7 +55,7 @@ def equal(stages, chunks, forward=1.0, backward=2.0):
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 2, 1), (4, 8, 1), (4, 8, 2), (8, 2048, 1)])
 def test_equal_stages_and_free_messages_have_the_bubble_of_the_formula(stages, microbatches, chunks):
     found = schedule.schedule_seconds(equal(stages, chunks), microbatches, [0.0] * stages)
-    assert found == pytest.approx(3 * chunks * microbatches * (1 + cost.bubble(stages, microbatches, chunks)))
+    assert found == pytest.approx(3 * chunks * microbatches * (1 + formulas.bubble(stages, microbatches, chunks)))
 
 
 def test_a_schedule_computed_by_hand():
@@ -67,7 +68,7 @@ def test_a_long_schedule_is_as_the_timeline_has_it(stages, microbatches, chunks,
     seconds = equal(stages, chunks)
     seconds[stages - 1, False, chunks - 1] += last
     orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
-    whole = cost.timeline(orders, seconds, 0.2).seconds
+    whole = formulas.timeline(orders, seconds, 0.2).seconds
     for long in (8192, 0):  # simulated, extrapolated
         monkeypatch.setattr(schedule, "_LONG", long)
         assert schedule.schedule_seconds(seconds, microbatches, [0.2] * stages) == pytest.approx(whole)
@@ -80,9 +81,9 @@ def test_a_step_waits_for_the_bubble_of_the_formula(stages, chunk_layers):
     parts = ("optimizer", "data_communication", "bubble")
     busy = step.total - sum(step.seconds[part] for part in parts)
     assert step.seconds["pipeline_communication"] == 0.0
-    formula = cost.bubble(stages, 8, layout.chunks(8))
+    formula = formulas.bubble(stages, 8, layout.chunks(8))
     assert step.seconds["bubble"] / busy == pytest.approx(formula, rel=0.03)
-    assert step.flops == cost.model_flops(EIGHT, 32) and step.ranks == stages
+    assert step.flops == formulas.model_flops(EIGHT, 32) and step.ranks == stages
 
 
 def test_messages_cross_nodes_where_ranks_lie():
@@ -106,9 +107,9 @@ def test_the_first_stage_keeps_most_and_its_memory_is_told():
     step = model_cost.predict(shape, layout, A100)
     first = StageShape(6, first=True, last=False)
     assert step.fullest == 0
-    assert step.memory["parameters and optimizer"] == 18 * cost.parameters(shape, 1, first)
+    assert step.memory["parameters and optimizer"] == 18 * formulas.parameters(shape, 1, first)
     layer = 2 * 2048 * 2304
-    working = cost.layer_activation_bytes(shape, 1, 1, memory.kept_tensors(replace(layout, recompute="none"), A100))
+    working = formulas.layer_activation_bytes(shape, 1, 1, memory.kept_tensors(replace(layout, recompute="none"), A100))
     # four micro-batches of six layers' inputs and the embedding's mask, a gradient, and what a layer keeps beyond that
     assert step.memory["activations"] == 4 * (6 * layer + layer / 2) + layer + working - layer
 

@@ -13,8 +13,9 @@ from bench import step
 from bench.step_study import recorder, recording, step_tables, volumes
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
-from commengine import CollectiveEvent, UsageError, cost
+from commengine import CollectiveEvent, UsageError
 from tests.support import mpirun
+from tplayers import formulas
 
 TINY = [
     "--mock-data", "--vocab-size", "100", "--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -253,18 +254,18 @@ def labels_by_the_stack(model, seen):
 def test_each_collective_belongs_to_the_layer_that_ran_it(world):
     from bench.step_study.traced_step import trace_steps
     from commengine import Communicator
-    from trainers import options as settings
     from trainers.data.corpus import open_corpus
+    from trainers.megatron_flags.parsing import parse
     from trainers.tasks.gpt import GPTTrainConfig
     from trainers.tasks.training import transformer_trainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
-    config = settings.parse(GPTTrainConfig, options, "test")
+    config = parse(GPTTrainConfig, options, "test")
     trainer = transformer_trainer(config, world, open_corpus(config))
     layers, embedding = list(trainer.model.layers), trainer.model.embedding
     named = [(name, parameter.numel()) for name, parameter in trainer.model.named_parameters()]
-    assert cost.parameter_sizes(volumes.shape_of(config), 2) == named
+    assert formulas.parameter_sizes(volumes.shape_of(config), 2) == named
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "all_reduce", labels_by_the_stack(trainer.model, seen))

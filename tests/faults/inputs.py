@@ -67,11 +67,10 @@ NONSENSE: list[tuple[str, list[str] | str]] = [
     (FIT, ["--statistic", "mode"]), (FIT, ["--plot", "a.exe"]), (FIT, ["--output", "missing/x"]),
     ("bench.collectives", ["--over", "nccl"]), ("bench.collectives", ["--min-bytes", "9" * 400]),
     ("bench.predict", ["--gpus", "0"]), ("bench.predict", ["--hidden-size", str(10**12)]),
-    ("bench.predict", ["--hidden-dropout", "nan"]), ("bench.contest norm_placement", ["--depths", "2", "2"]),
+    ("bench.predict", ["--hidden-dropout", "nan"]),
     ("bench.collectives --only switch-points", ["--margin", "0"]),
     ("bench.collectives --only switch-points", ["--json", "binary"]),
     ("bench.contest mechanisms", ["--rate", "inf"]), ("bench.collectives --only overhead", ["--rounds", "1"]),
-    ("bench.contest corpus", ["--ranks", "0"]),
     ("bench.gpu", ["--without", "none"]), (STEP, ["--steps", "0"]), (STEP, ["--model", "t5"]),
 ]  # fmt: skip
 SHORT = [*range(0, len(NONSENSE), 12), *range(len(NONSENSE) + 1, CASES, 150)]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainers.files import checksums
+from commengine.files import checksums
 
 
 def rewrite_state(checkpoint: Path, state: Any, *, listed: bool = True) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tplayers
-from commengine import cost
 from tests.support.small_models import LLAMA, block
 from tplayers import (
     GPT,
@@ -21,6 +20,7 @@ from tplayers import (
     RowParallelLinear,
     SelfAttention,
     VocabParallelEmbedding,
+    formulas,
     require_divisible,
     rng,
 )
@@ -203,9 +203,9 @@ def test_the_costs_know_every_parameter_and_the_cache(ranks_of, name):
         shape = config.cost_shape(8, tensor=size)
         for comm in ranks_of(size):
             model = GPT(config, comm)
-            assert cost.parameter_sizes(shape, size) == [(name, p.numel()) for name, p in model.named_parameters()]
-            assert cost.key_value_bytes(shape, 3, 7, size) == model.new_cache(3, 7).nbytes
-        assert cost.parameters(shape, size) == sum(p.numel() for p in model.parameters())
+            assert formulas.parameter_sizes(shape, size) == [(name, p.numel()) for name, p in model.named_parameters()]
+            assert formulas.key_value_bytes(shape, 3, 7, size) == model.new_cache(3, 7).nbytes
+        assert formulas.parameters(shape, size) == sum(p.numel() for p in model.parameters())
 
 
 def test_hidden_size_that_the_heads_do_not_divide(ranks_of):

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commengine import UsageError, cost
-from tplayers import BERT, GPT
+from commengine import UsageError
+from commengine.options.ranges import OptionError
+from tplayers import BERT, GPT, formulas
 from trainers import presets
 from trainers.finetuning.config import FinetuneConfig
-from trainers.options import OptionError, parse
+from trainers.megatron_flags.parsing import parse
 from trainers.presets import PRESETS
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
@@ -57,8 +58,8 @@ def test_parameters_are_the_papers(name):
     assert count == EXACT.get(name, count)
     # what a rank of the preset's tensor group holds, with the vocabulary padded
     of_rank = parameters_of_a_rank(preset, preset.tensor)
-    assert of_rank == cost.parameter_sizes(preset.shape(), preset.tensor)
-    assert sum(size for _, size in of_rank) == cost.parameters(preset.shape(), preset.tensor)
+    assert of_rank == formulas.parameter_sizes(preset.shape(), preset.tensor)
+    assert sum(size for _, size in of_rank) == formulas.parameters(preset.shape(), preset.tensor)
 
 
 def test_every_model_of_the_tables_is_there():
@@ -94,7 +95,7 @@ def test_tensor_sizes_are_the_papers_and_else_the_smallest_for_32_gb():
                 assert all(preset.rank_bytes(n) > (size - 2) * 1e9 for n in smaller if preset.hidden % n == 0)
     assert PRESETS["gpt-8.3b"].smallest_tensor(16) is None  # 24 heads divide by 12, and 51,200 columns do not
     # 18 bytes a parameter, and 2 in the copies that are sent when the activations are free
-    assert PRESETS["gpt-8.3b"].rank_bytes(8) == pytest.approx(20 * cost.parameters(PRESETS["gpt-8.3b"].shape(), 8))
+    assert PRESETS["gpt-8.3b"].rank_bytes(8) == pytest.approx(20 * formulas.parameters(PRESETS["gpt-8.3b"].shape(), 8))
 
 
 def test_flags_win_over_files_and_files_over_the_preset(tmp_path):
@@ -158,8 +159,8 @@ def test_a_mixture_of_experts_has_the_published_counts(name):
         model = GPT(config.model(), SimpleNamespace(size=1, rank=0))
     every, active = MIXTURES[name]
     shape = config.cost_shape()
-    assert sum(parameter.numel() for parameter in model.parameters()) == every == cost.parameters(shape)
-    assert cost.active_parameters(shape) == pytest.approx(active, rel=0.002)
+    assert sum(parameter.numel() for parameter in model.parameters()) == every == formulas.parameters(shape)
+    assert formulas.active_parameters(shape) == pytest.approx(active, rel=0.002)
     with pytest.raises(UsageError, match=f"--preset {name}: valid here: bert-336m"):
         parse(BERTTrainConfig, ["--preset", name], "pretrain_bert")
 

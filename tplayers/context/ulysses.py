@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
-from commengine.cost import copies_of_groups
 from tplayers.adjoint_pair import apply_pair
+from tplayers.formulas import copies_of_groups
 
 
 def whole_sequences(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from commengine.cost import TransformerShape
 from tplayers.attention.head_split import HeadSplit, split_heads
 from tplayers.attention.rotary import RopeScaling, require_pairs
 from tplayers.attention.self_attention import DropoutMask
 from tplayers.experts.moe import ExpertOptions
+from tplayers.formulas import TransformerShape
 from tplayers.mlp import Gelu
 from tplayers.norm import NORMS, Normalization
 from tplayers.placement import require_divisible, require_one_of

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, ProcessGrid, UsageError
+from commengine.files import checksums
 from commengine.rank_zero import on_every_rank
 from tplayers import Placement, placements, whole_placements
 from trainers.config import TrainConfig
 from trainers.data.stream import MOCK, record_of_one
-from trainers.files import checksums
 from trainers.training.optimizer import MOMENTS, Optimizer
 
 from . import disk, parallel_safetensors, pointer
@@ -107,9 +107,9 @@ def optimizer_placements(model: nn.Module, described: Mapping[str, tuple[torch.d
 def read_state(found: Path, config: TrainConfig) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
-    A setting that is marked as fixed (`trainers.options.option`) must be the checkpoint's. One that the checkpoint's
-    version did not have has its default there. A model that was converted from another program's (`trainers.convert`)
-    says only what its function is.
+    A setting that is marked as fixed (`commengine.options.declared.option`) must be the checkpoint's. One that the
+    checkpoint's version did not have has its default there. A model that was converted from another program's
+    (`trainers.convert`) says only what its function is.
     """
     state = saved_state(found, verify=config.verify_checkpoints)
     saved = {item.name: item.default for item in fields(config)} | state.settings

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from commengine import ProcessGrid, UsageError
+from commengine.files import checksums
 from commengine.rank_zero import gather_json, on_every_rank, on_rank_zero
 from tplayers import Placement, whole_placements
-from trainers.files import checksums
 from trainers.training.holders import held_first
 from trainers.training.optimizer import Optimizer
 from trainers.training.optimizer_state import OptimizerState

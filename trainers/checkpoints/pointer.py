@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from commengine import UsageError
-from trainers.files import checksums
+from commengine.files import checksums
 
 from . import disk
 

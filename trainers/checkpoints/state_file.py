@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from trainers.files.schema import ReadPart, read_as
+from commengine.files.schema import ReadPart, read_as
 
 #: bytes; the placements of 100,000 parameters are 20 MB
 LARGEST = 1 << 28

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from commengine.files.writing import require_folder
+from commengine.options.declared import given, option, require, require_ranges, words_of
+from commengine.options.ranges import Share, between
 from trainers.data.text_input import TextInput
-from trainers.files.writing import require_folder
-from trainers.options import Share, between, given, option, require, require_ranges, words_of
 
 DOCUMENT, PIECES, NOTHING = "document", "pieces", "nothing"
 DEFAULT_MIN_TOKENS = 128  # the paper's, with GPT-2's tokens

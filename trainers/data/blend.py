@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from commengine import UsageError
 from commengine.errors import usage_errors
-from trainers.files import checksums
+from commengine.files import checksums
 
 from .indexed import bin_path, checksums_path, idx_path
 from .samples import weight_of
@@ -68,7 +68,7 @@ def require_files(blend: Sequence[WeightedPrefix]) -> None:
 
 
 def verify(blend: Sequence[WeightedPrefix], part: int, parts: int) -> int:
-    """Compare this rank's share of all data sets with their checksums (`trainers.files.checksums`).
+    """Compare this rank's share of all data sets with their checksums (`commengine.files.checksums`).
 
     part, parts: the rank and the number of ranks; together they read every byte once. Returns the bytes that this rank
     has read. Raises UsageError that names the first file that differs, or that has no checksums.

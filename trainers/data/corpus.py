@@ -12,8 +12,9 @@ from typing import Self
 
 from commengine import UsageError
 from commengine.errors import usage_errors
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import Length, Vocabulary
 from trainers.config import TrainConfig
-from trainers.options import Length, Vocabulary, given, option, require
 
 from .blend import WeightedPrefix, read_blend, require_files, verify
 from .indexed import IndexedDataset, tokenizer_path

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.files import checksums
+from commengine.files import checksums
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -65,7 +65,7 @@ def settings_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
-    """``PREFIX.xxh3``, the checksums of a data set's files (`trainers.files.checksums`)."""
+    """``PREFIX.xxh3``, the checksums of a data set's files (`commengine.files.checksums`)."""
     return Path(f"{os.fspath(prefix)}.xxh3")
 
 

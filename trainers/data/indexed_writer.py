@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainers.files import checksums
+from commengine.files import checksums
 
 from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, checksums_path, idx_path, type_names
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainers.files.reading import require_regular
+from commengine.files.reading import require_regular
 
 # Characters that are read, or encoded, at a time: few enough that a batch of pieces keeps all threads busy.
 BLOCK = 1 << 14

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commengine.errors import usage_errors
-from trainers.options import option, require, words_of
+from commengine.options.declared import option, require, words_of
 
 from . import text_files
 from .text_files import TextPiece

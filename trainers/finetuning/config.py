@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from commengine import UsageError
+from commengine.options.declared import given, require, words_of
 from tplayers import BERTConfig, TransformerConfig
 from trainers.checkpoints import checkpoint, run_folder
 from trainers.config import of_other_program
-from trainers.options import given, require, words_of
 from trainers.tasks.transformer import require_split
 
 from . import source

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tplayers.mlp import GELUS
-from tplayers.models.config import NORM_PLACEMENTS
-from trainers import presets
-from trainers.config import Rate
-from trainers.options import (
+from commengine.options.declared import option
+from commengine.options.ranges import (
     AtLeastOne,
     Heads,
     Layers,
@@ -25,8 +22,11 @@ from trainers.options import (
     Vocabulary,
     Width,
     between,
-    option,
 )
+from tplayers.mlp import GELUS
+from tplayers.models.config import NORM_PLACEMENTS
+from trainers import presets
+from trainers.config import Rate
 from trainers.tasks.layers import LayerConfig
 
 from .formats import LEVELS, VERSIONS, version_in

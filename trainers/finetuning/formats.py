@@ -14,9 +14,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from commengine.files.reading import InputFileError, read_text
+from commengine.files.schema import ReadPart, read_as
 from trainers.data.samples import IGNORED
-from trainers.files.reading import InputFileError, read_text
-from trainers.files.schema import ReadPart, read_as
 
 LEVELS = ("middle", "high")
 LETTERS = "ABCD"

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from commengine import Communicator, ProcessGrid, UsageError
+from commengine.options.declared import given, make_writable
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import checkpoint, disk, pointer
-from trainers.options import given, make_writable
 from trainers.run import metrics
 from trainers.run.evaluation import evaluate_sources
 from trainers.training.precision import parameter_dtype

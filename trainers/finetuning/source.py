@@ -12,9 +12,9 @@ from typing import Any
 
 from commengine import UsageError
 from commengine.errors import usage_errors
+from commengine.files.schema import fault_in
 from trainers.checkpoints import checkpoint, disk, pointer
 from trainers.config import of_other_program
-from trainers.files.schema import fault_in
 from trainers.run import metrics
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.other_models import require_kind, settings_of_other

@@ -13,12 +13,12 @@ from torch import nn
 
 from commengine import Communicator, ProcessGrid
 from commengine.errors import usage_errors
+from commengine.files.reading import InputFileError
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import run_folder
 from trainers.data.corpus import read_tokenizer, require_vocabulary
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
-from trainers.files.reading import InputFileError
 from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.task import Remarks
 from trainers.tasks.training import ExportedTask, new_model

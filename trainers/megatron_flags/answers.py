@@ -13,7 +13,7 @@ from typing import Any
 
 from commengine import UsageError
 
-#: the commands that take the table, by `options.parse`'s name of them
+#: the commands that take the table, by `parsing.parse`'s name of them
 COMMANDS = ("gpt", "bert", "finetune")
 
 #: what the words of a flag, and the settings by the names of their fields, come to: values of other settings

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from commengine import Communicator, Trace, UsageError, trace
+from commengine.options.declared import make_writable
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, history, pointer, run_folder, run_state
 from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
 from trainers.config import TrainConfig, traced_interval
-from trainers.options import make_writable
 from trainers.training.trainer import Trainer, require_compiler
 
 from .evaluation import Evaluation, evaluate_sources, total

@@ -14,8 +14,8 @@ import torch
 from commengine import CollectiveError, Communicator, UsageError
 from commengine.errors import one_line
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers import options
 from trainers.config import JobConfig, TrainConfig
+from trainers.megatron_flags.parsing import parse
 from trainers.tokenizing import probe
 
 from .loop import train
@@ -75,10 +75,10 @@ def read_config(
     """The valid and complete settings, of type ``kind``, of a job of ``ranks`` ranks. It reads files, on rank 0 only.
 
     argv: the arguments of ``command``; None for those of this process. tell: called, where all is valid, with what
-    `options.parse` says of Megatron-LM's flags and defaults. Raises UsageError or ValueError, naming the option.
+    `parse` says of Megatron-LM's flags and defaults. Raises UsageError or ValueError, naming the option.
     """
     said = list[str]()
-    config = options.parse(kind, argv, command, said.append)
+    config = parse(kind, argv, command, said.append)
     config.validate(ranks)
     config = config.completed(ranks)
     for line in said:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from commengine.errors import usage_errors
-from trainers.files.writing import check_writable
-from trainers.options import Batch, Length, Natural, NotNegative, Seed, Text, ValidRange, given, option, require
+from commengine.files.writing import check_writable
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import Batch, Length, Natural, NotNegative, Seed, Text, ValidRange
 from trainers.tasks.transformer import TransformerTrainConfig
 from trainers.trained import LoadConfig
 

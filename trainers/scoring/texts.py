@@ -14,6 +14,7 @@ import torch
 
 from commengine import Communicator, UsageError
 from commengine.errors import usage_errors
+from commengine.files.reading import require_regular
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.data import text_files
 from trainers.data.indexed import IndexedDataset
@@ -22,7 +23,6 @@ from trainers.data.samples import split_documents
 from trainers.data.stream import SourceRecord
 from trainers.data.text_files import TextPiece
 from trainers.data.tokenizer import Tokenizer
-from trainers.files.reading import require_regular
 from trainers.tasks.transformer import TransformerTrainConfig
 
 from .passages import Tokens

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commengine import UsageError
-from trainers import options
+from commengine.options.declared import require
 from trainers.checkpoints import pointer
 from trainers.config import TrainConfig
-from trainers.options import require
+from trainers.megatron_flags.parsing import parse
 
 from .settings import Size, SuperviseConfig
 
@@ -78,7 +78,7 @@ class TrainingCommand:
         module = self.words[self._at]
         words = self.filled(size, {})[self._at + 1 :]
         try:
-            config: TrainConfig = options.parse(importlib.import_module(module).CONFIG, words, module.split(".")[1])
+            config: TrainConfig = parse(importlib.import_module(module).CONFIG, words, module.split(".")[1])
             if size is not None:
                 config.validate(size.ranks)
                 config.completed(size.ranks)  # the vocabulary and the heads, which this size must divide

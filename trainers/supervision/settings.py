@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from trainers.options import SECONDS, Count, ValidRange, between, option, require, require_ranges
+from commengine.options.declared import option, require, require_ranges
+from commengine.options.ranges import SECONDS, Count, ValidRange, between
 
 #: a count that may be 0, and seconds that may be 0
 NONE_OR_MORE = between(0, 10**6)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import OPEN_FRACTION, Length, Share
 from tplayers import BERT, BERTConfig, ModelPart, Randomness
 from tplayers.host_copy import to_device
 from tplayers.mlp import GELUS
@@ -23,7 +25,6 @@ from trainers.data.sentences.samples import SHORTEST_SEQUENCE, MaskedSample, Sam
 from trainers.data.stream import SampleStream
 from trainers.data.tokenizer import Tokenizer
 from trainers.data.wordpiece import SPECIAL, WordPieces
-from trainers.options import OPEN_FRACTION, Length, Share, given, option, require
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.task import Remarks

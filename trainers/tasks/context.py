@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from commengine import ProcessGrid
 from commengine.grid import divisors
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import AtLeastOne
 from tplayers import ContextGroup, ContextMethod, TransformerConfig
-from trainers.options import AtLeastOne, given, option, require
 
 from .stages import StagesConfig
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from commengine import Communicator, cost
-from commengine.cost import Collective, FittedModel, KeptTensors, StageShape
+from commengine import Communicator
+from commengine.cost import FittedModel
 from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
-from tplayers import BERTConfig, StageInput
+from tplayers import BERTConfig, StageInput, formulas
+from tplayers.formulas import Collective, KeptTensors, StageShape
 from trainers.config import bucket_size, overlapped
 from trainers.pipeline.orders import order
 from trainers.training.precision import parameter_dtype
@@ -134,30 +135,30 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     model = config.model()
     order_head = not isinstance(model, BERTConfig) or model.binary_head
 
-    run = cost.tensor_parallel_collectives(
+    run = formulas.tensor_parallel_collectives(
         here, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
         stops_early=config.hidden_dropout == 0, order_head=order_head,
     )  # fmt: skip
-    run += cost.loss_collectives(here, micro, tensor, together=True)
-    run += cost.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
+    run += formulas.loss_collectives(here, micro, tensor, together=True)
+    run += formulas.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
     of_tensor = [one for one in run for _ in range(microbatches)]
-    run = cost.context_collectives(
+    run = formulas.context_collectives(
         whole, micro, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
         order_head=order_head,
     )  # fmt: skip
     of_context = [one for one in run for _ in range(microbatches)]
-    run = cost.expert_collectives(here, micro, expert, element_bytes=size, recompute=recompute)
+    run = formulas.expert_collectives(here, micro, expert, element_bytes=size, recompute=recompute)
     of_expert = [one for one in run for _ in range(microbatches)]
 
     def reduced(owned: float, ranks: int) -> list[Collective]:
         buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data * context))
-        return cost.data_parallel_collectives(
+        return formulas.data_parallel_collectives(
             owned, ranks, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
             zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
         )  # fmt: skip
 
-    owned = cost.parameters(shape, tensor, most, expert=expert)
-    apart = cost.expert_parameters(shape, tensor, most, expert=expert) if expert > 1 else 0
+    owned = formulas.parameters(shape, tensor, most, expert=expert)
+    apart = formulas.expert_parameters(shape, tensor, most, expert=expert) if expert > 1 else 0
     of_data = reduced(owned - apart, data * context)
     of_replicas = reduced(apart, data * context // expert) if apart else []
     message = size * micro * here.seq * config.hidden_size / (tensor if config.sequence_parallel else 1)
@@ -182,7 +183,7 @@ def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, 
 
     def flops(layers: int, again: str) -> float:
         shares = config.tensor_model_parallel_size * config.context_parallel_size
-        return cost.model_flops(replace(shape, layers=layers), micro, again) / shares
+        return formulas.model_flops(replace(shape, layers=layers), micro, again) / shares
 
     layer, forward = (flops(2, again) - flops(1, again) for again in (recompute, "none"))
     ends = flops(1, "none") - forward
@@ -197,7 +198,7 @@ def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, 
         sum(seconds[rank, back, c] for back in (False, True) for c in range(chunks)) for rank in range(stages)
     )
     orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
-    return most, cost.timeline(orders, seconds).seconds - most
+    return most, formulas.timeline(orders, seconds).seconds - most
 
 
 def forecast(
@@ -220,16 +221,16 @@ def forecast(
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * _seconds(model, one) for one in every)
     if stages == 1:
-        memory = block | cost.training_bytes(
+        memory = block | formulas.training_bytes(
             shape, config.micro_batch_size, tensor, data, kept, context=context, expert=config.expert_ranks
         )
-        flops = cost.model_flops(shape, batch, kept.recompute) / ranks
+        flops = formulas.model_flops(shape, batch, kept.recompute) / ranks
         return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
     microbatches = batch // (config.micro_batch_size * data)
     uses = [
-        cost.training_bytes(
+        formulas.training_bytes(
             shape, config.micro_batch_size, tensor, data, kept, stage,
-            cost.kept_microbatches(number, stages, microbatches, config.chunks), context=context,
+            formulas.kept_microbatches(number, stages, microbatches, config.chunks), context=context,
             expert=config.expert_ranks,
         )
         for number, stage in enumerate(_stages(config))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from commengine.grid import divisors
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import AtLeastOne, Experts, Width, between
 from trainers.config import TrainConfig
-from trainers.options import AtLeastOne, Experts, Width, between, given, option, require
 
 
 @dataclass(frozen=True)

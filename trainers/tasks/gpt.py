@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator, ProcessGrid, Stream
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import Heads, Length, Positive, Width, at_least, between
 from tplayers import GPT, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
 from tplayers.attention.rotary import SCALING_KINDS
 from tplayers.models.config import POSITION_EMBEDDINGS
@@ -18,17 +20,6 @@ from tplayers.norm import NORMS
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import IGNORED
-from trainers.options import (
-    Heads,
-    Length,
-    Positive,
-    Width,
-    at_least,
-    between,
-    given,
-    option,
-    require,
-)
 from trainers.run.evaluation import Mean
 from trainers.run.task import Remarks
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import NOT_NEGATIVE, Share, between
 from tplayers import TransformerConfig
 from tplayers.attention.self_attention import DROPOUT_MASKS
 from trainers.config import TrainConfig
-from trainers.options import NOT_NEGATIVE, Share, between, given, option, require
 
 
 @dataclass(frozen=True)

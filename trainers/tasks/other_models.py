@@ -9,9 +9,9 @@ from typing import Any
 
 from commengine import UsageError
 from commengine.errors import usage_errors
+from commengine.options.declared import require_ranges
 from trainers.checkpoints import checkpoint
 from trainers.config import of_other_program
-from trainers.options import require_ranges
 from trainers.weights.configurations import other_dropout
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from commengine.host.wire import Order
+from commengine.options.declared import flag_of, given, option, require
+from commengine.options.ranges import AtLeastOne
 from tplayers import TransformerConfig
 from trainers.config import TrainConfig
-from trainers.options import AtLeastOne, flag_of, given, option, require
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from commengine import cost
-from commengine.cost import TransformerShape
-from tplayers import ModelPart
-from trainers.options import AtLeastOne, Layers, given, option, require
+from commengine.options.declared import given, option, require
+from commengine.options.ranges import AtLeastOne, Layers
+from tplayers import ModelPart, formulas
+from tplayers.formulas import TransformerShape
 
 from .layers import LayerConfig
 
@@ -85,6 +85,6 @@ class StagesConfig(LayerConfig):
         stages, chunks = self.pipeline_model_parallel_size, self.chunks
         last = 0.0
         if self.num_layers_per_virtual_pipeline_stage is None and stages > 1:
-            last = cost.output_layers(self.cost_shape(), self.recompute_granularity or "none")
-        cut = cost.cut_layers(self.num_layers, stages * chunks, last)
+            last = formulas.output_layers(self.cost_shape(), self.recompute_granularity or "none")
+        cut = formulas.cut_layers(self.num_layers, stages * chunks, last)
         return [ModelPart(self.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]

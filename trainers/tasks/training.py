@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream
+from commengine.options.declared import given, require
 from commengine.rank_zero import on_every_rank
 from tplayers import BERT, GPT, initialize, use_canonical_shards
 from tplayers.models.bert import BERTEncoder
 from trainers.config import TrainConfig, of_other_program, overlapped
 from trainers.data.corpus import Corpus
-from trainers.options import given, require
 from trainers.run.evaluation import HeldOut
 from trainers.run.task import TrainingTask
 from trainers.training.precision import parameter_dtype

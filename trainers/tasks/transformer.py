@@ -10,26 +10,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from commengine import Communicator, ProcessGrid, Stream, UsageError, cost
-from tplayers import BERT, GPT, ModelPart, TransformerConfig
+from commengine import Communicator, ProcessGrid, Stream, UsageError
+from commengine.options.declared import as_flags, given, option, require
+from commengine.options.ranges import Heads, Length, Positive, Text, Vocabulary, Width
+from tplayers import BERT, GPT, ModelPart, TransformerConfig, formulas
 from trainers import presets
 from trainers.config import LOAD, TrainConfig, of_other_program
 from trainers.data.batches import GlobalBatches
 from trainers.data.corpus import Corpus, TextConfig
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
-from trainers.options import (
-    Heads,
-    Length,
-    Positive,
-    Text,
-    Vocabulary,
-    Width,
-    as_flags,
-    given,
-    option,
-    require,
-)
 from trainers.training.interfaces import Objective
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
@@ -167,7 +157,7 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
         return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], **self.groups(grid))
 
-    def cost_shape(self) -> cost.TransformerShape:
+    def cost_shape(self) -> formulas.TransformerShape:
         """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
         return self.model().cost_shape(self.seq_length, self.task, self.tensor_model_parallel_size)
 
@@ -215,7 +205,7 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         width = self.hidden_size
         stages = self.pipeline_model_parallel_size
         shape = self.model().cost_shape(self.positions, self.task, tensor)
-        weights = cost.parameters(shape, tensor, expert=self.expert_ranks) / stages
+        weights = formulas.parameters(shape, tensor, expert=self.expert_ranks) / stages
         kept = 1 if self.recompute_granularity == "full" else self.num_layers // stages
         shares = self.context_parallel_size * (tensor if self.sequence_parallel else 1)
         inputs = kept * self.micro_batch_size * self.seq_length * width // shares

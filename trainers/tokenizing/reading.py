@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models, processors
 
-from trainers.files.reading import read_text
+from commengine.files.reading import read_text
 
 from . import classes
 from .backends import KINDS, bert_frame

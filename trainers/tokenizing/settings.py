@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from trainers.files.reading import read_text
+from commengine.files.reading import read_text
 
 #: bytes of the largest of these files; that of Gemma 3 has 1.2 MB
 MOST = 1 << 24

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from commengine.files.reading import SETTINGS_BYTES, read_json
+from commengine.options.ranges import EXPERTS, LAYERS
 from tplayers import BERTConfig, GPTConfig, RopeScaling
 from tplayers.mlp import Gelu
-from trainers.files.reading import SETTINGS_BYTES, read_json
-from trainers.options import EXPERTS, LAYERS
 
 from .hugging_face import experts_family, family
 

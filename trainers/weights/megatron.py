@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from commengine.files.reading import InputFileError, read_text
 from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
 from trainers.checkpoints.parallel_safetensors import some
-from trainers.files.reading import InputFileError, read_text
 
 from .megatron_settings import TOP, MegatronContents, model_config
 from .other_model import REAL, OtherModel

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from commengine.files.reading import InputFileError
 from tplayers import BERTConfig, GPTConfig
 from tplayers.mlp import Gelu
-from trainers.files.reading import InputFileError
 
 #: the first part of the names of the tensors that all models have
 TOP = "language_model"

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commengine.files.reading import InputFileError, read_json, require_regular
 from trainers.checkpoints import disk
 from trainers.checkpoints.parallel_safetensors import read_layout
 from trainers.checkpoints.part_reader import ByteSource, FileBytes, bytes_of
-from trainers.files.reading import InputFileError, read_json, require_regular
 
 #: packages and classes whose objects lie in checkpoints beside the weights: enumerations among the settings, states of
 #: random generators and of loss scalers. `Unread` stands for each of them.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.command.values import flag
 from bench.timing.turns import Spread, ratio
-from trainers.options import ValidRange
+from commengine.options.ranges import ValidRange
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -71,14 +71,12 @@ class Contest:
     """What `bench.contest.__main__` needs to know of a contest.
 
     title: of its results. rounds: how many there are if ``--rounds`` says nothing; 0: it has no rounds. on_ranks:
-    whether each process of the command is a rank of a job. passes_on: whether the options that it does not know are
-    those of a training command; ``given.rest`` gets them.
+    whether each process of the command is a rank of a job.
     """
 
     title: str
     rounds = 7
     on_ranks = False
-    passes_on = False
 
     def add_options(self, add: Callable[..., Any]) -> None:
         """Add the options that only this contest has. add: ``add_argument`` of the parser."""

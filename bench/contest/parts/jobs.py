@@ -10,16 +10,15 @@ from pathlib import Path
 
 from bench.transports.environments import LAUNCHER_VARIABLES, launcher
 
-#: each process has one thread, also in the libraries for text
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def failed(ranks: int, words: Sequence[str], log: Path, seconds: float) -> str:
     """Run ``python -m WORDS`` on ranks of this machine. Returns the reason why it failed, or nothing.
 
-    ranks: 0 for a program that is no job. log: gets its output. seconds: after which it is ended.
+    log: gets its output. seconds: after which it is ended.
     """
-    argv = [*(launcher(sys.executable, ranks) if ranks else []), sys.executable, "-m", *words]
+    argv = [*launcher(sys.executable, ranks), sys.executable, "-m", *words]
     with log.open("w") as file:
         try:
             done = subprocess.run(

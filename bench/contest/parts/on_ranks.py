@@ -21,18 +21,14 @@ POLL_SECONDS = 0.02
 
 
 @contextmanager
-def new_folder(world: Communicator, home: str | None = None) -> Iterator[Path]:
-    """A new folder in ``home``, which is removed at the end. Collective; UsageError if there can be none.
-
-    home: the system's folder for temporary files by default.
-    """
+def new_folder(world: Communicator) -> Iterator[Path]:
+    """A new temporary folder, which is removed at the end. Collective; UsageError if there can be none."""
 
     def made() -> str:
         try:
-            return tempfile.mkdtemp(prefix="contest-", dir=home)
+            return tempfile.mkdtemp(prefix="contest-")
         except OSError as error:
-            where = "a folder for temporary files" if home is None else f"--save {home}"
-            raise UsageError(f"{where}: {error.strerror}") from error
+            raise UsageError(f"a folder for temporary files: {error.strerror}") from error
 
     folder = Path(on_rank_zero(world, made))
     try:

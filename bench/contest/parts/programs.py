@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.contest.parts.base import Case, Contest
 from bench.programs.driver import Contestant, Running, rounds, started
-from trainers.options import COUNT
+from commengine.options.ranges import COUNT
 
 COMPARED_STEPS = 4  # the losses of so many first steps must agree: before training, and after 1, 2 and 3 steps
 TOLERANCE = 1e-4
@@ -36,24 +36,20 @@ ALLOCATOR = {
 class GivenTask:
     """One task of a contest. labels: of its case. task: a dataclass, which contestants get as JSON.
 
-    items: of a step, such as its tokens. steps: of a turn, if it is not ``--steps``.
+    tokens: of a step.
     """
 
     labels: dict[str, Any]
     task: Any
-    items: int
-    steps: int = 0
+    tokens: int
 
 
 class ProgramContest(Contest):
     """A contest of programs. All must report the same losses, and a waiting one must leave the cores alone.
 
-    items: what a step has many of. relative: losses are compared relatively, because they depend on the task's size.
     steps: of a turn; 0: there is no such option, and a turn is one step.
     """
 
-    items = "tokens"
-    relative = False
     steps = 2
 
     def contestants(self, file: str, given: Any) -> list[Contestant]:
@@ -94,7 +90,7 @@ class ProgramContest(Contest):
             file = Path(folder, "task.json")
             file.write_text(json.dumps(asdict(task.task) | self.prepare(task.task, folder), indent=1))
             wanted = [one for one in self.contestants(str(file), given) if one.name in given.only]
-            steps = task.steps or getattr(given, "steps", 1)
+            steps = getattr(given, "steps", 1)
             with started([replace(one, env=ALLOCATOR | one.env) for one in wanted]) as running:
                 case = self.compared(task, running, turns(running, given.rounds, steps))
             for told in case.numbers["contestants"].values():
@@ -109,14 +105,14 @@ class ProgramContest(Contest):
             case.errors += disturbed(one)
             case.facts[one.name] = {
                 "ranks x threads": f"{one.contestant.ranks} x {one.contestant.env['OMP_NUM_THREADS']}",
-                f"{self.items}/s": task.items / case.spread(one.name).median,
+                "tokens/s": task.tokens / case.spread(one.name).median,
                 "peak RSS, MB": round(one.peak_rss_bytes / 1e6),
             }
             command = shlex.join(["python", *one.contestant.argv])
             case.numbers["contestants"][one.name] = {
                 "command": command, "note": one.note, "loss": one.losses, "idle_core_share": idle_share(one),
             }  # fmt: skip
-        difference = losses_differ_by(running, relative=self.relative)
+        difference = losses_differ_by(running)
         case.numbers["largest_loss_difference"] = difference
         if not difference <= TOLERANCE:
             text = f"losses of the first {COMPARED_STEPS} steps differ by {difference:.2e} > {TOLERANCE:g}"
@@ -163,13 +159,9 @@ def disturbed(one: Running) -> list[str]:
     return [f"{one.name} used {share:.1%} of a core while others were running"] if share > IDLE_SHARE else []
 
 
-def losses_differ_by(running: Sequence[Running], *, relative: bool = False) -> float:
-    """The largest difference between any two losses at a compared step; NaN if a loss is not finite.
-
-    relative: divide it by the larger of the two losses.
-    """
+def losses_differ_by(running: Sequence[Running]) -> float:
+    """The largest difference between any two losses at a compared step; NaN if a loss is not finite."""
     columns = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
     if not all(math.isfinite(loss) for losses in columns for loss in losses):
         return math.nan
-    largest: float = max((max(losses) - min(losses)) / (max(losses) if relative else 1) for losses in columns)
-    return largest
+    return max(max(losses) - min(losses) for losses in columns)

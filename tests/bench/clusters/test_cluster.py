@@ -18,7 +18,7 @@ from bench.prediction.model_cost import predict as predict_step
 from bench.prediction.model_cost import slowdown
 from bench.prediction.step_report import calibration
 from commengine import UsageError
-from commengine.cost import TransformerShape, model_flops
+from tplayers.formulas import TransformerShape, model_flops
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench.__main__ import PROGRAMS, RENAMED
-from bench.contest import CONTESTS
-from trainers.run.programs import answer
+from bench.__main__ import PROGRAMS
+from commengine.options.programs import answer
 
 TOP = Path(bench.__file__).parent
 #: the file of each command: a module at the top, or the __main__.py of a folder
@@ -127,19 +125,12 @@ def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
 
 
 @pytest.mark.parametrize("package", ["bench", "trainers"])
-def test_the_programs_are_listed_and_old_names_lead_to_new_ones(package, capsys):
+def test_the_programs_are_listed(package, capsys):
     module = importlib.import_module(f"{package}.__main__")
-    assert answer(package, module.PROGRAMS, module.RENAMED, []) == 0
+    assert answer(package, module.PROGRAMS, []) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines] == [f"{package}.{name}" for name in module.PROGRAMS]
-    for old, new in module.RENAMED.items():
-        assert answer(package, module.PROGRAMS, module.RENAMED, [f"{package}.{old}"]) == 0
-        assert capsys.readouterr().out == f"{package}.{old} is now: python -m {new}\n"
-        assert new.split()[0].removeprefix(f"{package}.") in module.PROGRAMS
-        if new.startswith("bench.contest "):
-            assert new.split()[1] in CONTESTS
-    assert not set(module.PROGRAMS) & set(module.RENAMED)
-    assert answer(package, module.PROGRAMS, module.RENAMED, ["nonsense"]) == 2
+    assert answer(package, module.PROGRAMS, ["nonsense"]) == 2
     assert "nonsense: there is no such program" in capsys.readouterr().err
 
 
@@ -149,12 +140,3 @@ def test_at_most_19_programs_and_each_is_listed():
     assert sorted(PROGRAMS) == COMMANDS and len(PROGRAMS) + len(OF_TRAINERS) <= 19
     modules = [path for path in (TOP.parent / "trainers").glob("*.py") if '"__main__":' in path.read_text()]
     assert {path.stem for path in modules} == {*OF_TRAINERS, "__main__"}
-
-
-def test_the_changelog_has_the_new_name_of_every_program():
-    from trainers.__main__ import RENAMED as OF_TRAINERS
-
-    rows = re.findall(r"^\| `(bench|trainers)\.(.+)` \| `(.+)` \|$", (TOP.parent / "CHANGELOG.md").read_text(), re.M)
-    found = {(package, old): new for package, old, new in rows}
-    expected = {("bench", old): new for old, new in RENAMED.items()}
-    assert found == expected | {("trainers", old): new for old, new in OF_TRAINERS.items()}

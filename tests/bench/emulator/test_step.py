@@ -86,7 +86,7 @@ def test_a_rank_that_comes_late_delays_the_others_by_as_much(mpi_world):
 def test_a_step_of_the_real_trainer_takes_its_products_and_its_gradients(mpi_world):
     from bench.emulator.step import cluster, run_steps
     from commengine import Communicator
-    from commengine.cost import model_flops, parameters
+    from tplayers.formulas import model_flops, parameters
 
     with Communicator(mpi_world, device="cpu") as world, cluster(world, plain(world.size)) as rank:
         found = [step.seconds for step in run_steps(world, rank, small(), 1, 2)]
@@ -227,7 +227,8 @@ def test_a_message_takes_its_link_while_its_sender_goes_on(mpi_world):
 def test_a_ring_of_keys_and_values_is_hidden_where_the_link_lets_it_be(mpi_world):
     """An all-to-all is not: the same count finds all of its seconds among those in which no rank computes."""
     from bench.emulator.step import cluster, run_steps
-    from commengine import Communicator, cost
+    from commengine import Communicator
+    from tplayers import formulas
 
     wire, ranks = Wire(1e-7, 2e-9), mpi_world.size
     options = {"num_layers": 2, "seq_length": 2048, "micro_batch_size": 1, "overlap_p2p_communication": True}
@@ -238,7 +239,7 @@ def test_a_ring_of_keys_and_values_is_hidden_where_the_link_lets_it_be(mpi_world
             with cluster(world, plain(ranks, inside=wire)) as rank:
                 (step,) = run_steps(world, rank, config, 0, 1)
             shape = config.model().cost_shape(2048)
-            run = cost.context_collectives(shape, 1, 1, ranks, method, element_bytes=4)
+            run = formulas.context_collectives(shape, 1, 1, ranks, method, element_bytes=4)
             factors = {"all_to_all": (ranks - 1) / ranks, "sendrecv": 1.0}
             sent = sum(one.count * one.size * factors[one.operation] for one in run) * wire.beta
             shares[way] = 1 - max(step.waits) * step.seconds / sent
@@ -252,7 +253,8 @@ def test_a_ring_of_keys_and_values_is_hidden_where_the_link_lets_it_be(mpi_world
 def test_the_bubble_of_a_pass_is_that_of_the_formula(mpi_world, chunks):
     """Equal stages, messages that take next to nothing. The real schedule waits as Narayanan et al. say."""
     from bench.emulator.step import cluster, run_steps
-    from commengine import Communicator, cost
+    from commengine import Communicator
+    from tplayers import formulas
 
     layers, microbatches = 2 * mpi_world.size, 4
     options = {
@@ -264,5 +266,5 @@ def test_the_bubble_of_a_pass_is_that_of_the_formula(mpi_world, chunks):
         cluster(world, plain(world.size, inside=Wire(1e-7, 1e-13))) as rank,
     ):
         (step,) = run_steps(world, rank, replace(small(), **options), 0, 1)
-    free = cost.bubble(mpi_world.size, microbatches, chunks)
+    free = formulas.bubble(mpi_world.size, microbatches, chunks)
     assert step.waits == pytest.approx([free / (1 + free)] * mpi_world.size, abs=0.03)

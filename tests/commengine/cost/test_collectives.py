@@ -6,7 +6,9 @@ from fractions import Fraction
 import pytest
 
 from commengine import cost
-from commengine.cost import Link, Machine, TransformerShape
+from commengine.cost import Link, Machine
+from tplayers import formulas
+from tplayers.formulas import TransformerShape
 
 GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
@@ -179,7 +181,10 @@ def test_bandwidths_are_those_of_nccl_tests():
         (lambda: cost.collective("all_reduce", "ring", 1, 0), "at least one rank, not 0"),
         (lambda: cost.bus_bandwidth("reduce", 1, 0.0, 2), "time above 0"),
         (lambda: Link(-1, 0), "0 or more"),
-        (lambda: cost.activation_bytes(GPT3, 1, 1, cost.KeptTensors(recompute="some")), "one of none, selective, full"),
+        (
+            lambda: formulas.activation_bytes(GPT3, 1, 1, formulas.KeptTensors(recompute="some")),
+            "one of none, selective, full",
+        ),
         (lambda: TransformerShape(1, 10, 3, 1, 1), "heads=3 does not divide hidden=10"),
         (lambda: TransformerShape(1, 10, 2, 1, 1, "t5"), "model='t5': one of gpt, bert"),
     ],

@@ -83,7 +83,7 @@ def _contest_parser(name: str) -> Callable[[], Any]:
 
 def _settings_parser(kind: str) -> Callable[[], Any]:
     def parser() -> Any:
-        from trainers.options import parser_of
+        from commengine.options.declared import parser_of
 
         module, name = kind.rsplit(".", 1)
         return parser_of(getattr(importlib.import_module(module), name), "x")

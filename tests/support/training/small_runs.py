@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from commengine import Communicator, ProcessGrid
-from commengine.cost import cut_layers
 from tests.support.small_models import DECODERS, VOCAB, S, made
 from tplayers import ContextGroup, ModelPart, placements
+from tplayers.formulas import cut_layers
 from tplayers.rng import generator
 from trainers.config import TrainConfig
 from trainers.training.trainer import Trainer

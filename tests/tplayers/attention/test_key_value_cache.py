@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from commengine import cost
 from tests.support.small_models import VOCAB, made
+from tplayers import formulas
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
@@ -56,8 +56,8 @@ def test_rows_are_kept_repeated_and_forgotten(model, close):
 
 
 def test_a_rank_stores_its_own_heads(group, model):
-    shape = cost.TransformerShape(layers=3, hidden=16, heads=4, seq=8, vocab=16)
-    assert model.new_cache(3, 8).nbytes == cost.key_value_bytes(shape, 3, 8, group.size, element_bytes=8)
+    shape = formulas.TransformerShape(layers=3, hidden=16, heads=4, seq=8, vocab=16)
+    assert model.new_cache(3, 8).nbytes == formulas.key_value_bytes(shape, 3, 8, group.size, element_bytes=8)
 
 
 def test_what_does_not_fit_is_an_error(group, model):

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import tplayers
 from commengine import ProcessGrid
-from commengine.cost import active_parameters, parameters
 from tests.support.models.llama import exactly
 from tests.support.weights.hugging_face import from_hugging_face
 from tests.tplayers.experts.test_moe import close
 from tplayers import GPT, GPTConfig
+from tplayers.formulas import active_parameters, parameters
 
 VOCAB, LENGTH, SAMPLES = 31, 8, 4
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

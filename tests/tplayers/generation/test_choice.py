@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import commengine
-from commengine import cost
-from tplayers import GPT, GPTConfig, Sampling, generate
+from tplayers import GPT, GPTConfig, Sampling, formulas, generate
 from tplayers.generation.choice import TokenChooser
 from tplayers.rng import stable_hash
 
@@ -124,8 +123,8 @@ def test_a_token_communicates_what_the_formula_says(group, vocab_size, top_k, to
             generate(model, [[1, 2]] * rows, count, sampling=Sampling(1.0, top_k, top_p))
         found.append(Counter((event.operation, event.bytes) for event in log.events))
     (of_token := found[1]).subtract(found[0])
-    of_formula = cost.generation_collectives(
-        cost.TransformerShape(layers, hidden, 4, 16, vocab_size), rows, group.size, top_k=top_k, top_p=top_p
+    of_formula = formulas.generation_collectives(
+        formulas.TransformerShape(layers, hidden, 4, 16, vocab_size), rows, group.size, top_k=top_k, top_p=top_p
     )
     expected = Counter()
     for one in of_formula:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tplayers
-from bench.peers.unet import WholeUNet
 from commengine import CartesianGrid, Communicator, Decomposition
 from tests.support.fields.comparison import cut, draw, drawn_blocks, equals_torchs, numbers
 from tests.support.fields.second_derivatives import equals_torchs_twice
+from tests.support.models.whole_unet import WholeUNet
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import tplayers
-from bench.peers.unet import WholeUNet
 from commengine import CollectiveMismatch, Communicator
 from tests.support.fields.comparison import cut, draw, joined
+from tests.support.models.whole_unet import WholeUNet
 from tests.support.sharding.comparison import Of, equals_whole, parameter, refusal, uneven
 from tests.support.sharding.modules import MODULES
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from commengine.files import checksums
 from tests.support.full_disk import room_for
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
-from trainers.files import checksums
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6]]
 

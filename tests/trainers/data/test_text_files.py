@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
+from commengine.files.reading import InputFileError
 from trainers.data.text_files import (
     LONGEST_LINE,
     TextFileError,
@@ -24,7 +25,6 @@ from trainers.data.text_files import (
     whole,
 )
 from trainers.data.tokenizer import Tokenizer
-from trainers.files.reading import InputFileError
 
 
 def texts(pieces: list[TextPiece]) -> list[str]:

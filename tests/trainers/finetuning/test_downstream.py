@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
+from commengine.files.reading import InputFileError
 from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
-from trainers.files.reading import InputFileError
 from trainers.finetuning.config import FinetuneConfig
 from trainers.finetuning.downstream import PairTask, RACETask
 

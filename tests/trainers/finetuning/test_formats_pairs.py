@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from commengine.files.reading import InputFileError
 from tests.support.data import DATA, needs
 from tests.support.finetuning import toy_tasks
 from trainers.data.samples import IGNORED
-from trainers.files.reading import InputFileError
 from trainers.finetuning.formats import MNLI, QQP, read_pairs
 from trainers.run.metrics import left_out_text
 

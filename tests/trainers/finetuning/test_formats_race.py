@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from commengine.files.reading import InputFileError
 from tests.support.finetuning import toy_tasks
 from trainers.data.samples import IGNORED
-from trainers.files.reading import InputFileError
 from trainers.finetuning.formats import read_level
 
 ARTICLE = {

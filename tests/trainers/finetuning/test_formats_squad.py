@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from commengine.files.reading import InputFileError
 from tests.support.data import DATA, needs
 from tests.support.finetuning import toy_tasks
-from trainers.files.reading import InputFileError
 from trainers.finetuning.formats import file_of, read_squad, version_in
 
 QUESTION = {"id": "q1", "question": "Who sat?", "answers": [{"text": "cat", "answer_start": 2}]}

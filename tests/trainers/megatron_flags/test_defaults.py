@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainers.megatron_flags.test_table import KINDS, THEIRS
 from trainers.megatron_flags.defaults import DIFFERENCES
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from commengine import UsageError
+from commengine.options.declared import parser_of
+from commengine.options.ranges import OptionError
+from trainers.megatron_flags.parsing import parse
 from trainers.megatron_flags.table import answers
-from trainers.options import OptionError, parse, parser_of
 from trainers.run.startup import read_config, watched
 from trainers.tasks.bert import BERTTask, BERTTrainConfig
 from trainers.tasks.gpt import GPTTask, GPTTrainConfig

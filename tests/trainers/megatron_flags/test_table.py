@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from commengine.options.declared import parser_of
 from tests.support.mpirun import ROOT
 from trainers.finetuning.config import FinetuneConfig
 from trainers.megatron_flags.answers import COMMANDS
 from trainers.megatron_flags.table import TABLE, answers
-from trainers.options import parser_of
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
 

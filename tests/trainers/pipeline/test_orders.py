@@ -2,7 +2,7 @@
 
 import pytest
 
-from commengine.cost import bubble, kept_microbatches, timeline
+from tplayers.formulas import bubble, kept_microbatches, timeline
 from trainers.pipeline.orders import Action, forwards, in_turn, order
 
 SHAPES = [

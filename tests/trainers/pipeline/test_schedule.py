@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from commengine import CollectiveError, Communicator, ProcessGrid
-from commengine.cost import kept_microbatches
 from tests.support.small_models import KINDS
 from tests.support.training import small_runs
 from tplayers import placements
+from tplayers.formulas import kept_microbatches
 from trainers.run.evaluation import evaluate
 
 pytestmark = pytest.mark.mpi(min_size=2)

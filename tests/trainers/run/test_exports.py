@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from commengine import UsageError
 from trainers import pretrain_gpt
 from trainers.checkpoints import disk, run_state
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.run.exports import Exports
 from trainers.run.metrics import Metrics
 from trainers.tasks.gpt import GPTTask, GPTTrainConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from commengine import UsageError
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.supervision.settings import Size, SuperviseConfig
 
 

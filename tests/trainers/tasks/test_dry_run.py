@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from bench.step_study import volumes
-from commengine import Communicator, UsageError, cost
+from commengine import Communicator, UsageError
 from commengine.cost import FittedModel, Segment
 from tests.support import mpirun
+from tplayers import formulas
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.dry_run import dry_run, forecast, kept_tensors
 from trainers.tasks.gpt import GPTTrainConfig
@@ -42,7 +43,7 @@ def test_the_forecast_is_the_formulas(other):
     found = forecast(config, 8, 1e9, HOST, MODEL)
     shape = config.model().cost_shape(32, "gpt", 2)
     batch, recompute = config.global_batch_size or 8, config.recompute_granularity or "none"
-    kept = cost.KeptTensors(
+    kept = formulas.KeptTensors(
         element_bytes=2 if "bf16" in other or "fp16" in other else 4, recompute=recompute,
         sequence_parallel="sequence_parallel" in other, hidden_dropout=config.hidden_dropout > 0,
         scores="none" if config.attention_dropout == 0 or "attention_dropout_mask" in other else "dropped",
@@ -50,8 +51,8 @@ def test_the_forecast_is_the_formulas(other):
         sent_bytes=2 if "bf16" in other else 0,
     )  # fmt: skip
     assert kept_tensors(config, overlap="overlap_grad_reduce" in other) == kept
-    assert found.memory == cost.training_bytes(shape, 2, 2, 4, kept)
-    assert found.flops == cost.model_flops(shape, batch, recompute) / 8 and found.tokens == 32 * batch
+    assert found.memory == formulas.training_bytes(shape, 2, 2, 4, kept)
+    assert found.flops == formulas.model_flops(shape, batch, recompute) / 8 and found.tokens == 32 * batch
     # The collectives are those that bench.step compares with traces, but for a few numbers and partial gradients.
     traced = volumes.expected(config, 8, 0)
     for group, mine in found.collectives.items():
@@ -105,8 +106,14 @@ def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_t
     assert found.cut == ("2 + 2 + 2 + 2" if each is None else "[1, 1] + [1, 1] + [1, 1] + [1, 1]")
     assert found.waits / (found.flops / 1e9) == pytest.approx(3 / (chunks * 8), rel=0.1)
     shape, kept = config.cost_shape(), kept_tensors(config, overlap=False)
-    first = cost.training_bytes(
-        shape, 2, 1, 1, kept, cost.StageShape(2, first=True, last=False), cost.kept_microbatches(0, 4, 8, chunks)
+    first = formulas.training_bytes(
+        shape,
+        2,
+        1,
+        1,
+        kept,
+        formulas.StageShape(2, first=True, last=False),
+        formulas.kept_microbatches(0, 4, 8, chunks),
     )
     assert found.memory == first
     (messages,) = found.collectives["pipeline"]
@@ -131,9 +138,9 @@ def test_a_bert_has_a_forecast():
     config = BERTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
     found = forecast(config, 4, 1e9, HOST, MODEL)
     shape = config.model().cost_shape(32, "bert", 2)
-    assert found.flops == cost.model_flops(shape, 4) / 4
+    assert found.flops == formulas.model_flops(shape, 4) / 4
     kept = kept_tensors(config, overlap=False)
-    assert found.memory == cost.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
+    assert found.memory == formulas.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
 
     def poolers(**other):
         found = forecast(replace(config, **other), 4, 1e9, HOST).collectives

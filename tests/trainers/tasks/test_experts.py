@@ -3,8 +3,9 @@
 import pytest
 import yaml
 
-from commengine import UsageError, cost
+from commengine import UsageError
 from tests.support.mpirun import ROOT
+from tplayers import formulas
 from trainers.tasks.gpt import GPTTrainConfig
 
 BASE = {
@@ -73,9 +74,9 @@ def test_the_memory_and_the_flops_are_those_of_all_and_of_some_experts():
     few = checked(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128).cost_shape()
     more = checked(num_experts=16, moe_router_topk=2, moe_ffn_hidden_size=128).cost_shape()
     router = 2 * 64 * 8
-    assert cost.active_parameters(few) == cost.parameters(dense) + router
-    assert cost.parameters(more) - cost.parameters(few) == 2 * 8 * (2 * 64 * 128) + router
-    assert cost.model_flops(more, 1) - cost.model_flops(few, 1) == 3 * 2 * 16 * router
+    assert formulas.active_parameters(few) == formulas.parameters(dense) + router
+    assert formulas.parameters(more) - formulas.parameters(few) == 2 * 8 * (2 * 64 * 128) + router
+    assert formulas.model_flops(more, 1) - formulas.model_flops(few, 1) == 3 * 2 * 16 * router
 
 
 def test_the_runs_of_the_page_have_the_same_active_parameters_and_steps():
@@ -96,4 +97,4 @@ def test_the_runs_of_the_page_have_the_same_active_parameters_and_steps():
     shapes = [run.cost_shape() for run in runs]
     assert runs[0].train_iters == runs[1].train_iters and runs[1].num_experts == 8
     router = shapes[1].layers * shapes[1].hidden * shapes[1].experts
-    assert cost.active_parameters(shapes[1]) - router == cost.parameters(shapes[0])
+    assert formulas.active_parameters(shapes[1]) - router == formulas.parameters(shapes[0])

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commengine import CollectiveError, Communicator, ProcessGrid, UsageError, cost
+from commengine import CollectiveError, Communicator, ProcessGrid, UsageError
 from tests.support.training import small_runs
+from tplayers import formulas
 from trainers.checks.replicas import difference
 from trainers.run.evaluation import evaluate
 from trainers.training.reduction import GradientBuckets
@@ -168,8 +169,8 @@ def test_bytes_of_a_ranks_experts_are_the_formulas(mpi_world, sharded, half, sha
         )  # fmt: skip
         made.step()
         shape = made.model.config.cost_shape(small_runs.S, "gpt", 1)
-        kept = cost.KeptTensors(element_bytes=2 if half else 4, zero1=sharded)
-        planned = cost.training_bytes(shape, 2, tensor, world.size // tensor, kept, expert=expert)
+        kept = formulas.KeptTensors(element_bytes=2 if half else 4, zero1=sharded)
+        planned = formulas.training_bytes(shape, 2, tensor, world.size // tensor, kept, expert=expert)
         counted = {True: 0.0, False: 0.0}
         for bucket, owner in zip(made.gradients.buckets, made.optimizer._owners, strict=True):
             held = [*bucket.layout.names, *([bucket.gradients] if bucket.gradients is not None else [])]

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from commengine import cost
 from tests.support.training.states import local_state
-from tplayers import SelfAttention, TransformerBlock
+from tplayers import SelfAttention, TransformerBlock, formulas
 
 pytestmark = pytest.mark.mpi
 
@@ -91,7 +90,7 @@ def marked(owner, method, name):
 
 
 def counted_activations(trainer):
-    """(Bytes at the larger of the two moments of `cost.activation_bytes`, bytes when the backward ends)."""
+    """(Bytes at the larger of the two moments of `formulas.activation_bytes`, bytes when the backward ends)."""
     objective, finish = trainer.objective, trainer.gradients.finish
 
     class Objective:
@@ -151,7 +150,7 @@ def counted_activations(trainer):
 def kept(config):
     """The formulas' settings for a run on the host, without overlap unless it is asked for."""
     half = config.bf16 or config.fp16
-    return cost.KeptTensors(
+    return formulas.KeptTensors(
         element_bytes=2 if half else 4, recompute=config.recompute_granularity or "none",
         sequence_parallel=config.sequence_parallel, hidden_dropout=config.hidden_dropout > 0,
         scores="dropped" if config.attention_dropout > 0 else "none", zero1=config.use_distributed_optimizer,
@@ -172,7 +171,7 @@ def test_bytes_of_a_step_are_the_plans(trainer, world, case):
     activations, sent = counted_activations(made)
     state, grid, config = counted_state(made), made.grid, made.config
     shape = config.model().cost_shape(config.seq_length)
-    planned = cost.training_bytes(shape, config.micro_batch_size, grid.tensor.size, grid.data.size, kept(config))
+    planned = formulas.training_bytes(shape, config.micro_batch_size, grid.tensor.size, grid.data.size, kept(config))
     assert planned["parameters and optimizer"] == pytest.approx(state, rel=0.01)  # buckets are padded a little
     above = 0.05 if config.recompute_granularity == "selective" else 0.02  # the layer's MLP has gone by then
     assert 0.98 * activations <= planned["activations"] <= (1 + above) * activations

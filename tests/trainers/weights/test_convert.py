@@ -9,13 +9,14 @@ import tokenizers
 import torch
 
 from commengine import ProcessGrid, UsageError
+from commengine.options.ranges import OptionError
 from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import BERTConfig, GPTConfig
 from trainers.checkpoints import run_state
 from trainers.data.corpus import open_corpus
 from trainers.data.tokenizer import Tokenizer
-from trainers.options import OptionError, parse
+from trainers.megatron_flags.parsing import parse
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.tasks.training import transformer_trainer
 from trainers.trained import load_trained

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from commengine import ProcessGrid, UsageError
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.trained import load_trained
 

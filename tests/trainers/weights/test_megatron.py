@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from commengine.files.reading import InputFileError
 from tests.support.weights.megatron_files import AttentionMask, contents, write_megatron
 from tplayers import BERT, GPT, BERTConfig, GPTConfig, initialize, placements
-from trainers.files.reading import InputFileError
 from trainers.weights.megatron import open_megatron
 
 H, HEADS, VOCAB, POSITIONS, PADDED = 12, 6, 13, 5, 16

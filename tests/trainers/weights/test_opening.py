@@ -9,7 +9,7 @@ from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import GPTConfig
 from trainers.data.corpus import open_corpus
-from trainers.options import parse
+from trainers.megatron_flags.parsing import parse
 from trainers.tasks.gpt import GPTTrainConfig
 from trainers.tasks.training import transformer_trainer
 from trainers.trained import load_trained

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainers.files.reading import InputFileError
+from commengine.files.reading import InputFileError
 from trainers.weights.tensor_files import Unread, load_pickled
 
 

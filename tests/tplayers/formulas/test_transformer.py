@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 
 from commengine import cost
-from commengine.cost import KeptTensors, TransformerShape
+from tplayers import formulas
+from tplayers.formulas import KeptTensors, TransformerShape
 
 MIB = 2**20
 GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
@@ -19,7 +20,7 @@ PAPER = {
 
 def published_bytes(count, **more):
     """Bytes a parameter as the literature counts them: gradients are summed in half precision."""
-    return cost.parameter_bytes(count, gradient_bytes=2, **more)
+    return formulas.parameter_bytes(count, gradient_bytes=2, **more)
 
 
 def bytes_sent(collectives):
@@ -39,7 +40,7 @@ def ring_seconds(size, bandwidth, ranks):
 
 def test_paper_table_1():
     for billions, shape in PAPER.items():
-        assert round(cost.parameters(shape) / 1e9, 1) == billions
+        assert round(formulas.parameters(shape) / 1e9, 1) == billions
         assert shape.hidden // shape.heads == 96
     assert 50257 <= 51200 == -(-50257 // (128 * 8)) * 128 * 8  # the smallest multiple of 1024
 
@@ -47,12 +48,12 @@ def test_paper_table_1():
 def test_paper_section_3_communication():
     """Two all-reduces forward and two backward a layer, whatever t; b s numbers for the loss instead of b s v."""
     for tensor in (2, 4, 8):
-        run = cost.tensor_parallel_collectives(PAPER[8.3], 8, tensor)
+        run = formulas.tensor_parallel_collectives(PAPER[8.3], 8, tensor)
         assert [(one.operation, one.count) for one in run[:2]] == [("all_reduce", 2 * 72)] * 2
         assert {one.size for one in run} == {8 * 1024 * 3072 * 2}
-    scalars = cost.loss_collectives(PAPER[8.3], 8, 8)
+    scalars = formulas.loss_collectives(PAPER[8.3], 8, 8)
     assert scalars[0].size / 4 == 8 * 1024
-    recomputed = cost.tensor_parallel_collectives(PAPER[8.3], 8, 8, recompute="full")
+    recomputed = formulas.tensor_parallel_collectives(PAPER[8.3], 8, 8, recompute="full")
     assert sum(one.count for one in recomputed) == 6 * 72 + 2
 
 
@@ -63,8 +64,8 @@ def test_paper_headline_numbers():
     # Which FLOPs the paper counts: with recomputation, the 15.1 PFLOP/s are Table 2's 2.10 days an epoch within 10%.
     step = 2.10 * 86400 / 68507
     shape = TransformerShape(72, 3072, 24, 1024, 51200)
-    assert cost.model_flops(shape, 512, "full") / step == pytest.approx(15.1e15, rel=0.10)
-    assert cost.model_flops(shape, 512) / step < 0.7 * 15.1e15
+    assert formulas.model_flops(shape, 512, "full") / step == pytest.approx(15.1e15, rel=0.10)
+    assert formulas.model_flops(shape, 512) / step < 0.7 * 15.1e15
 
 
 # ---- the Llama family ---------------------------------------------------------------------------------------
@@ -85,31 +86,31 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_the_llama_family(name):
     shape, published = PUBLISHED[name]
-    assert cost.parameters(shape) == published
+    assert formulas.parameters(shape) == published
     for tensor in (1, 2):
-        assert sum(size for _, size in cost.parameter_sizes(shape, tensor)) == cost.parameters(shape, tensor)
+        assert sum(size for _, size in formulas.parameter_sizes(shape, tensor)) == formulas.parameters(shape, tensor)
 
 
 def test_flops_and_key_value_memory_of_llama_3():
     shape, count = PUBLISHED["Llama 3 8B"]
     short = TransformerShape(**{**vars(shape), "seq": 1})
     matrices = count - 128256 * 4096 - 65 * 4096  # without the embedding and the norms
-    assert cost.model_flops(short, 1) == 6 * matrices + 3 * 32 * 4 * 4096
-    assert cost.key_value_bytes(shape, 1, 8192, element_bytes=2) == 2**30  # 128 KiB a token
+    assert formulas.model_flops(short, 1) == 6 * matrices + 3 * 32 * 4 * 4096
+    assert formulas.key_value_bytes(shape, 1, 8192, element_bytes=2) == 2**30  # 128 KiB a token
     for tensor in (8, 16, 32):  # 16 and 32 ranks share heads
-        assert cost.key_value_bytes(shape, 1, 8192, tensor, element_bytes=2) == 2**30 / 8
+        assert formulas.key_value_bytes(shape, 1, 8192, tensor, element_bytes=2) == 2**30 / 8
 
 
 def test_ranks_that_share_a_head_gather_it():
     shape, _ = PUBLISHED["Llama 3 8B"]
-    assert cost.key_value_collectives(shape, 2, 8) == []
+    assert formulas.key_value_collectives(shape, 2, 8) == []
     head = 2 * 8192 * 2 * 128 * 2  # keys and values of 2 sequences, in half precision
-    found = cost.key_value_collectives(shape, 2, 32, recompute="full")
+    found = formulas.key_value_collectives(shape, 2, 32, recompute="full")
     assert [(one.operation, one.phase, one.size, one.ranks, one.count) for one in found] == [
         ("all_gather", "forward", head, 4, 32), ("reduce_scatter", "backward", head, 4, 32),
         ("all_gather", "recompute", head, 4, 32),
     ]  # fmt: skip
-    (token,) = (one for one in cost.generation_collectives(shape, 3, 16) if "share" in one.why)
+    (token,) = (one for one in formulas.generation_collectives(shape, 3, 16) if "share" in one.why)
     assert (token.size, token.ranks, token.count) == (2 * 3 * 128 * 4, 2, 32)
 
 
@@ -140,7 +141,7 @@ def test_explained_shapes():
     """3072 x 12288 in columns of 1536, QKV of 3072 x 9216, 3 of 24 heads of 128, at t = 8."""
     assert (12288 // 8, 24 // 8, 3072 // 24, 3072 // 8) == (1536, 3, 128, 384)
     TransformerShape(72, 3072, 24, 1024, 51200).require_tensor_parallel(8)
-    one, two = (cost.parameters(TransformerShape(layers, 3072, 24, 1024, 51200)) for layers in (1, 2))
+    one, two = (formulas.parameters(TransformerShape(layers, 3072, 24, 1024, 51200)) for layers in (1, 2))
     assert two - one == 3072 * (9216 + 3072 + 2 * 12288) + 9216 + 3072 + 12288 + 3072 + 4 * 3072
 
 
@@ -149,15 +150,16 @@ def test_explained_shapes():
 
 def test_gptlite_reduce_scatter_and_all_gather_are_an_all_reduce():
     """Twice the collectives, as it says; the same bytes; and what is kept between blocks shrinks by t."""
-    whole = cost.tensor_parallel_collectives(GPT3, 1, 8)
-    split = cost.tensor_parallel_collectives(GPT3, 1, 8, sequence_parallel=True)
+    whole = formulas.tensor_parallel_collectives(GPT3, 1, 8)
+    split = formulas.tensor_parallel_collectives(GPT3, 1, 8, sequence_parallel=True)
     layers = [one for one in split if "again" not in one.why]
     counts = [sum(one.count for one in run if one.count > 3) for run in (whole, layers)]
     assert counts[1] == 2 * counts[0]
     volumes = [bytes_sent(one for one in run if one.count > 3) for run in (whole, layers)]
     assert volumes[0] == pytest.approx(volumes[1])
     kept = [
-        cost.layer_activation_bytes(GPT3, 1, 8, KeptTensors(sequence_parallel=sequence)) for sequence in (False, True)
+        formulas.layer_activation_bytes(GPT3, 1, 8, KeptTensors(sequence_parallel=sequence))
+        for sequence in (False, True)
     ]
     sbh = 2048 * 12288
     assert kept[0] - kept[1] == 10 * sbh * 7 / 8
@@ -179,7 +181,7 @@ def test_note_sizes():
 
 
 def test_note_communication():
-    run = cost.tensor_parallel_collectives(GPT3, 1, 8)
+    run = formulas.tensor_parallel_collectives(GPT3, 1, 8)
     layers = [one for one in run if one.count > 2]
     size = layers[0].size
     assert size == pytest.approx(50e6, rel=0.01)  # "50 MB per all-reduce"
@@ -205,7 +207,7 @@ BATCH, P = 4, 8
 
 def test_linearity_exercise_volume():
     """Exercise 2: b = 4, s = 2048, d = 4096, fp16, P = 8. Our copy of the text lacks its formulas, not its numbers."""
-    run = cost.tensor_parallel_collectives(EXERCISE, BATCH, P)
+    run = formulas.tensor_parallel_collectives(EXERCISE, BATCH, P)
     assert sum(one.count for one in run[:2]) == 4 * 80  # "4 AllReduce per layer total"
     assert run[0].size == 64 * MIB
     # "Per AllReduce 112 MB", by a ring; "224 MB" for the two of a layer's forward: MiB, as it counts.
@@ -224,7 +226,7 @@ def test_linearity_exercise_ratio():
     assert claimed == pytest.approx(249e-6, rel=0.001)  # "249 us", of 224 MB; its 224 are MiB: 261 us
     assert round(42.9e-6 / claimed, 2) == 0.17  # "R 0.17"
     # The terms are a sixth and a half of a layer's products: 24 b s d^2 + 4 b s^2 d.
-    layer = cost.model_flops(EXERCISE, BATCH) / 3 - 2 * BATCH * 2048 * 4096 * 32000
+    layer = formulas.model_flops(EXERCISE, BATCH) / 3 - 2 * BATCH * 2048 * 4096 * 32000
     assert layer / 80 == pytest.approx(6 * first + 2 * second)
     # Put right, a layer computes 451 us and sends 261: compute-bound, not "3x more time communicating".
     compute = layer / 80 / P / 989e12
@@ -239,7 +241,7 @@ def test_linearity_exercise_ratio():
 def test_linearity_ratio_of_an_h100():
     """The text: "For P = 8: R = 0.23 - communication-bound!", d = 8192, 989 TFLOP/s, 900 GB/s, s << d."""
     shape = TransformerShape(layers=1, hidden=8192, heads=64, seq=16, vocab=1)
-    flops = cost.model_flops(shape, 1) / 3
+    flops = formulas.model_flops(shape, 1) / 3
     assert flops == pytest.approx(24 * 16 * 8192**2, rel=0.001)
     sending = 8 * 16 * 8192 / 900e9  # "for large P": two all-reduces of 2 b s d bytes, each sent twice
     by_ring = ring_seconds(2 * 2 * 16 * 8192, 900e9, 8)
@@ -277,18 +279,18 @@ def test_flops_of_narayanan():
     """2021: 96 B s l h^2 (1 + s / 6h + V / 16lh) with recomputation; 72 of 96 without, but for the logits."""
     h, layers = 12288, 96
     expected = 96 * 1536 * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
-    assert cost.model_flops(GPT3, 1536, "full") == pytest.approx(expected)
+    assert formulas.model_flops(GPT3, 1536, "full") == pytest.approx(expected)
     without = 72 * 1536 * 2048 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (12 * layers * h))
-    assert cost.model_flops(GPT3, 1536) == pytest.approx(without)
-    amounts = [cost.model_flops(GPT3, 1, how) for how in ("none", "selective", "full")]
+    assert formulas.model_flops(GPT3, 1536) == pytest.approx(without)
+    amounts = [formulas.model_flops(GPT3, 1, how) for how in ("none", "selective", "full")]
     assert all(a < b for a, b in pairwise(amounts))
 
 
 def test_gradients_and_zero_1():
     """Rajbhandari et al. 2020, section 7: ZeRO-1 moves what data parallelism moves, and keeps 4 + 12 / d bytes."""
-    plain = cost.data_parallel_collectives(1e9, 64)
-    zero = cost.data_parallel_collectives(1e9, 64, zero1=True)
+    plain = formulas.data_parallel_collectives(1e9, 64)
+    zero = formulas.data_parallel_collectives(1e9, 64, zero1=True)
     assert bytes_sent(plain) == pytest.approx(bytes_sent(zero)) == pytest.approx(2 * 63 / 64 * 2e9)
     assert published_bytes(7.5e9) == 120e9  # its Figure 1: 7.5 billion parameters
     assert published_bytes(7.5e9, zero1_ranks=64) == pytest.approx(31.4e9, rel=0.002)
-    assert cost.data_parallel_collectives(1e9, 1) == []
+    assert formulas.data_parallel_collectives(1e9, 1) == []

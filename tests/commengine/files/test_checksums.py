@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainers.files import checksums
-from trainers.files.checksums import ChecksumError, Digester, Piece
+from commengine.files import checksums
+from commengine.files.checksums import ChecksumError, Digester, Piece
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ import pytest
 
 import bench
 from commengine import UsageError
-from trainers import options
+from commengine.options.declared import as_flags, option, ranges_of, require_ranges
+from commengine.options.parser import Parser
+from commengine.options.ranges import OPEN_FRACTION, AtLeastOne, OptionError, between
 from trainers.cleaning.settings import CorpusSettings
-from trainers.options import OPEN_FRACTION, AtLeastOne, OptionError, Parser, as_flags, between, option, parse
+from trainers.megatron_flags.parsing import parse
 from trainers.preprocess_data import PreprocessConfig
 from trainers.tasks.bert import BERTTrainConfig
 from trainers.tasks.gpt import GPTTrainConfig
@@ -53,8 +55,8 @@ def test_every_number_of_a_run_has_a_range(kind: type, least: int) -> None:
     hints = typing.get_type_hints(kind)
     numbers = [item for item in fields(kind) if {int, float} & {hints[item.name], *typing.get_args(hints[item.name])}]
     assert len(numbers) >= least
-    assert [item.name for item in numbers if not options.ranges_of(kind)[item.name]] == []
-    options.require_ranges(kind())
+    assert [item.name for item in numbers if not ranges_of(kind)[item.name]] == []
+    require_ranges(kind())
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Example:
 
 def example(*words: str) -> Example:
     found = parse(Example, words, "example")
-    options.require_ranges(found)
+    require_ranges(found)
     return found
 
 

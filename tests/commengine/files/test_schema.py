@@ -4,8 +4,8 @@ import pytest
 from pydantic import Field
 
 from commengine import UsageError
-from trainers.files.reading import InputFileError
-from trainers.files.schema import FilePart, checked, fault_in
+from commengine.files.reading import InputFileError
+from commengine.files.schema import FilePart, checked, fault_in
 
 
 class Inner(FilePart):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from commengine.cost import TransformerShape, context_collectives, copies_of_groups
+from tplayers.formulas import TransformerShape, context_collectives, copies_of_groups
 
 LLAMA = TransformerShape(5, 64, 8, 48, 128, kv_heads=2, head=16)
 METHODS = ("ulysses", "ring", "gather")

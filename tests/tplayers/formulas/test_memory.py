@@ -5,8 +5,8 @@ tests/trainers/training/test_trainer_memory.py compares the formulas with the te
 
 import pytest
 
-from commengine import cost
-from commengine.cost import KeptTensors, TransformerShape
+from tplayers import formulas
+from tplayers.formulas import KeptTensors, TransformerShape
 
 GPT3 = TransformerShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 SMALL = TransformerShape(layers=4, hidden=64, heads=4, seq=32, vocab=128)
@@ -15,14 +15,14 @@ SMALL = TransformerShape(layers=4, hidden=64, heads=4, seq=32, vocab=128)
 def test_activation_memory_of_korthikanti():
     """2022, Table 2, sections 4 and 5: 5 a s / h is 80 for GPT-3, 64 for MT-NLG; without it 70% and 65% are saved."""
     sbh = 2048 * 12288
-    assert cost.layer_activation_bytes(GPT3, 1) == sbh * (34 + 80)
-    assert cost.layer_activation_bytes(GPT3, 1, 8) == sbh * (10 + 24 / 8 + 80 / 8)
-    assert cost.layer_activation_bytes(GPT3, 1, 8, KeptTensors(sequence_parallel=True)) == sbh / 8 * (34 + 80)
-    assert cost.layer_activation_bytes(GPT3, 1, 8, KeptTensors(recompute="full")) == 2 * sbh
+    assert formulas.layer_activation_bytes(GPT3, 1) == sbh * (34 + 80)
+    assert formulas.layer_activation_bytes(GPT3, 1, 8) == sbh * (10 + 24 / 8 + 80 / 8)
+    assert formulas.layer_activation_bytes(GPT3, 1, 8, KeptTensors(sequence_parallel=True)) == sbh / 8 * (34 + 80)
+    assert formulas.layer_activation_bytes(GPT3, 1, 8, KeptTensors(recompute="full")) == 2 * sbh
     nlg = TransformerShape(105, 20480, 128, 2048, 51200)
     for shape, saved in ((GPT3, 0.70), (nlg, 0.65)):
         both = [
-            cost.layer_activation_bytes(shape, 1, 8, KeptTensors(recompute=how, sequence_parallel=True))
+            formulas.layer_activation_bytes(shape, 1, 8, KeptTensors(recompute=how, sequence_parallel=True))
             for how in ("none", "selective")
         ]
         assert 1 - both[1] / both[0] == pytest.approx(saved, abs=0.005)
@@ -32,17 +32,17 @@ def test_two_moments_of_a_step():
     """The loss: layers, ends, the gradient of the logits. A recomputation: the layer whole, and no logits."""
     sbh, logits = 2048 * 12288, 2048 * 51200
     at_loss = sbh + 2 * 2 * sbh + 6 * logits
-    assert cost.activation_bytes(GPT3, 1) == 96 * sbh * 114 + at_loss
-    assert cost.activation_bytes(GPT3, 1, 1, KeptTensors(scores="none")) == 96 * 34 * sbh + at_loss
-    full = cost.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="full"))
+    assert formulas.activation_bytes(GPT3, 1) == 96 * sbh * 114 + at_loss
+    assert formulas.activation_bytes(GPT3, 1, 1, KeptTensors(scores="none")) == 96 * 34 * sbh + at_loss
+    full = formulas.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="full"))
     table = 2 * 12288 * 51200  # a gradient of the tied embedding
     assert (
         full == 96 * 2 * sbh + sbh + 2 * sbh + (114 - 2) * sbh + table
     )  # mask, a gradient, the layer beyond its input
-    selective = cost.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="selective"))
+    selective = formulas.activation_bytes(GPT3, 1, 1, KeptTensors(recompute="selective"))
     assert selective == 96 * 34 * sbh + sbh + 2 * sbh + 80 * sbh + table
     wide = TransformerShape(layers=2, hidden=64, heads=1, seq=64, vocab=4096)  # here the loss needs more
-    assert cost.activation_bytes(wide, 1, 1, KeptTensors(recompute="full")) == 64 * (64 * (2 * 2 + 5) + 6 * 4096)
+    assert formulas.activation_bytes(wide, 1, 1, KeptTensors(recompute="full")) == 64 * (64 * (2 * 2 + 5) + 6 * 4096)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_two_moments_of_a_step():
 )
 def test_a_layer_without_dropout_and_in_fp32(kept, of_layer):
     sbh = 32 * 3 * 64  # a s / h is 2
-    assert cost.layer_activation_bytes(SMALL, 3, 1, kept) == of_layer * sbh
+    assert formulas.layer_activation_bytes(SMALL, 3, 1, kept) == of_layer * sbh
 
 
 @pytest.mark.parametrize(
@@ -71,28 +71,28 @@ def test_a_layer_without_dropout_and_in_fp32(kept, of_layer):
     ],
 )
 def test_bytes_of_a_parameter(options, of_parameter):
-    assert cost.parameter_bytes(1000, **options) == 1000 * of_parameter
+    assert formulas.parameter_bytes(1000, **options) == 1000 * of_parameter
 
 
 def test_gradients_that_are_sent_exist_when_activations_are_gone():
-    owned = cost.parameters(SMALL)
+    owned = formulas.parameters(SMALL)
     both = {name: KeptTensors(sends_together=True, zero1=name == "zero1") for name in ("plain", "zero1")}
-    activations = cost.activation_bytes(SMALL, 1)
+    activations = formulas.activation_bytes(SMALL, 1)
     for name, of_parameter in (("plain", 2), ("zero1", 2 + 2 / 4)):
-        found = cost.training_bytes(SMALL, 1, 1, 4, both[name])
+        found = formulas.training_bytes(SMALL, 1, 1, 4, both[name])
         assert found["activations"] == activations and activations > 1000
         assert found["gradients being sent"] == max(0, of_parameter * owned - activations)
     large = TransformerShape(layers=4, hidden=512, heads=4, seq=8, vocab=128)
-    found = cost.training_bytes(large, 1, 1, 4, both["plain"])
-    assert found["gradients being sent"] + found["activations"] == 2 * cost.parameters(large)
-    assert cost.training_bytes(large, 1, 1, 1, both["plain"])["gradients being sent"] == 0
-    assert cost.training_bytes(large, 1, 1, 4)["gradients being sent"] == 0
+    found = formulas.training_bytes(large, 1, 1, 4, both["plain"])
+    assert found["gradients being sent"] + found["activations"] == 2 * formulas.parameters(large)
+    assert formulas.training_bytes(large, 1, 1, 1, both["plain"])["gradients being sent"] == 0
+    assert formulas.training_bytes(large, 1, 1, 4)["gradients being sent"] == 0
     in_fp32 = KeptTensors(element_bytes=4, sent_bytes=0, sends_together=True)  # the sums themselves are sent
-    assert cost.training_bytes(large, 1, 1, 4, in_fp32)["gradients being sent"] == 0
+    assert formulas.training_bytes(large, 1, 1, 4, in_fp32)["gradients being sent"] == 0
 
 
 def test_wrong_settings():
     with pytest.raises(ValueError, match="recompute='some': one of none, selective, full"):
         KeptTensors(recompute="some")
     with pytest.raises(ValueError, match="size 3 does not divide heads=4"):
-        cost.layer_activation_bytes(SMALL, 1, 3)
+        formulas.layer_activation_bytes(SMALL, 1, 3)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainers.files import reading
-from trainers.files.reading import InputFileError, read_json, read_text, read_yaml
+from commengine.files import reading
+from commengine.files.reading import InputFileError, read_json, read_text, read_yaml
 
 
 def message(read, path: Path) -> str:

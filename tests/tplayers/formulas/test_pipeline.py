@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from commengine import cost
-from commengine.cost import StageShape, bubble, cut_layers, kept_microbatches, output_layers, timeline
+from tplayers import formulas
+from tplayers.formulas import StageShape, bubble, cut_layers, kept_microbatches, output_layers, timeline
 
-GPT = cost.TransformerShape(layers=24, hidden=1024, heads=16, seq=1024, vocab=51200)
+GPT = formulas.TransformerShape(layers=24, hidden=1024, heads=16, seq=1024, vocab=51200)
 
 
 def every_cut(layers, stages):
@@ -92,14 +92,24 @@ def test_each_link_has_a_message_of_its_own():
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_the_stages_parameters_are_the_models_and_a_copy_of_a_tied_embedding(tensor, untied, copies):
     shape = replace(GPT, untied=untied)
-    parts = [StageShape(sum(one.layers for one in own), own[0].first, own[-1].last) for own in cost.stages(shape, 4, 3)]
+    parts = [
+        StageShape(sum(one.layers for one in own), own[0].first, own[-1].last) for own in formulas.stages(shape, 4, 3)
+    ]
     assert [part.layers for part in parts] == [6] * 4 and [part.first for part in parts] == [True, False, False, False]
-    found = sum(cost.parameters(shape, tensor, part) for part in parts)
-    assert found == cost.parameters(shape, tensor) + copies * 51200 * 1024 // tensor
+    found = sum(formulas.parameters(shape, tensor, part) for part in parts)
+    assert found == formulas.parameters(shape, tensor) + copies * 51200 * 1024 // tensor
 
 
 def test_stages_are_cut_by_cost_and_chunks_are_equal():
-    assert [own[0].layers for own in cost.stages(GPT, 3)] == [9, 9, 6]  # the output layer costs as much as 3.7 layers
-    assert cost.stages(GPT, 2, 3)[1] == [StageShape(4, False, False), StageShape(4, False, False), StageShape(4, False)]
+    assert [own[0].layers for own in formulas.stages(GPT, 3)] == [
+        9,
+        9,
+        6,
+    ]  # the output layer costs as much as 3.7 layers
+    assert formulas.stages(GPT, 2, 3)[1] == [
+        StageShape(4, False, False),
+        StageShape(4, False, False),
+        StageShape(4, False),
+    ]
     with pytest.raises(ValueError, match="24 layers are no 5 equal chunks on each of 2 stages"):
-        cost.stages(GPT, 2, 5)
+        formulas.stages(GPT, 2, 5)

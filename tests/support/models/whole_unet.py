@@ -1,20 +1,15 @@
-"""The U-Net of tplayers in plain torch, on the whole field in one process: what `tplayers.UNet` is measured against.
+"""The U-Net of tplayers in plain torch, on the whole field in one process.
 
-It has as many threads as OMP_NUM_THREADS says. Its state dict has the names and shapes of `tplayers.UNet`.
+Its state dict has the names and shapes of `tplayers.UNet`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from bench.programs.field_task import FieldTask, make_step
 
 
 class WholeUNet(nn.Module):
@@ -49,7 +44,7 @@ class WholeUNet(nn.Module):
         for up, merge in zip(self.up, self.merge, strict=True):
             here = kept.pop()
             x = merge(torch.cat((here, up(x, output_size=here.shape[2:])), dim=1))
-        return self.last(x)  # type: ignore[no-any-return]
+        return self.last(x)
 
 
 class _WholeLevel(nn.Module):
@@ -76,18 +71,3 @@ class _WholeLevel(nn.Module):
         for conv, norm in zip(self.conv, self.norm, strict=True):
             x = F.relu_(norm(conv(x)))
         return x
-
-
-def reference_state(task: FieldTask) -> dict[str, Tensor]:
-    """The initial weights of all contestants: torch's own."""
-    torch.manual_seed(task.seed)
-    return WholeUNet(task.channels, task.channels, 2, width=task.width, depth=task.depth).state_dict()
-
-
-@contextmanager
-def contestant(task: dict[str, Any], way: str) -> Iterator[tuple[Callable[[], float], str]]:
-    """The step of a `FieldTask` in one process."""
-    given = FieldTask(**task)
-    model = WholeUNet(given.channels, given.channels, 2, width=given.width, depth=given.depth)
-    model.load_state_dict(load_file(given.weights))
-    yield make_step(given, model, *given.fields(), ranks=1), f"{torch.get_num_threads()} threads"

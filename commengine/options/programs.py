@@ -6,18 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 
-def answer(
-    package: str, programs: Mapping[str, str], renamed: Mapping[str, str], argv: Sequence[str] | None = None
-) -> int:
-    """Print the programs of ``package``, or the new command of the old name that is asked for. Returns the exit status.
+def answer(package: str, programs: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
+    """Print the programs of ``package``, or the one that is asked for. Returns the exit status.
 
-    programs: a line about each, by its name. renamed: by an old name, the words that now stand after ``python -m``.
+    programs: a line about each, by its name.
     """
     words = sys.argv[1:] if argv is None else argv
     asked = words[0].removeprefix(f"{package}.") if words else ""
-    if asked in renamed:
-        print(f"{package}.{asked} is now: python -m {renamed[asked]}")
-        return 0
     if asked in programs:
         print(f"python -m {package}.{asked}: {programs[asked]}")
         return 0

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainers.files.writing import check_writable
+from commengine.files.writing import check_writable
 
 
 def test_what_cannot_be_written_is_named_with_its_option(tmp_path):
