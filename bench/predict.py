@@ -56,7 +56,7 @@ from commengine.options.parser import OneLineParser
 from commengine.options.ranges import between
 from tplayers.formulas import TransformerShape, parameters
 from trainers import presets
-from trainers.tasks.context import METHODS
+from trainers.settings.layout import METHODS
 
 COMMAND = "bench.predict"
 RESERVE_GB, TOP = presets.RESERVE_GB, 12  # TOP: rows of --plan that are printed

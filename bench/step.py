@@ -33,9 +33,9 @@ from commengine import Communicator
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import COUNT, between
 from commengine.rank_zero import on_rank_zero
-from trainers.config import bucket_size
 from trainers.run.startup import watched
-from trainers.tasks.bert import BERTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import BERTSettings
 
 COMMAND = "bench.step"
 FORMAT = 1
@@ -82,8 +82,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     options = on_rank_zero(world, lambda: read(argv, world.size))
     config = recorder.from_json(options)
     with watched(config, world) as comm:
-        data = world.size // config.replica_size
-        config = replace(config, ddp_bucket_size=bucket_size(config.ddp_bucket_size, comm.device, data))
+        data = world.size // derived.replica_size(config)
+        config = replace(config, ddp_bucket_size=derived.bucket_size(config.ddp_bucket_size, comm.device, data))
         options |= recorder.to_json(config)  # the formulas need the size that the trainer's device decides on
         trainer = recorder.open_trainer(config, comm)
         total = options["warmup"] + options["steps"]
@@ -150,21 +150,21 @@ def describe(config: TracedConfig, ranks: int) -> str:
     """The model, and how it is spread over the ranks, in one line."""
     recompute = config.recompute_granularity
     split = {
-        "tensor": config.tensor_model_parallel_size, "data": ranks // config.replica_size,
+        "tensor": config.tensor_model_parallel_size, "data": ranks // derived.replica_size(config),
         "context": config.context_parallel_size, "pipeline": config.pipeline_model_parallel_size,
     }  # fmt: skip
-    bert = config if isinstance(config, BERTTrainConfig) else None
+    bert = config if isinstance(config, BERTSettings) else None
     options = {
         "post-LN": bert is not None and bert.norm_placement == "post",
         "masked tokens alone": bert is not None and bert.bert_no_binary_head,
         "sequence-parallel": config.sequence_parallel,
         f"recompute {recompute}": recompute not in (None, "none"),
-        f"attention by {config.context_method}": config.context_parallel_size > 1,
-        f"{config.chunks} stretches of layers a stage": config.chunks > 1,
+        f"attention by {derived.context_method(config)}": config.context_parallel_size > 1,
+        f"{derived.chunks(config)} stretches of layers a stage": derived.chunks(config) > 1,
         "distributed optimizer": config.use_distributed_optimizer,
     }
     return ", ".join([
-        f"{config.task.upper()} of {config.num_layers} layers", f"hidden {config.hidden_size}",
+        f"{config.kind.upper()} of {config.num_layers} layers", f"hidden {config.hidden_size}",
         f"sequence {config.seq_length}",
         f"micro-batch {config.micro_batch_size}", "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
         " x ".join(f"{axis} {size}" for axis, size in split.items() if axis in ("tensor", "data") or size > 1),

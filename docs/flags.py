@@ -18,11 +18,11 @@ def with_flags(markdown: str) -> str:
 
 def table(module: str) -> Iterator[str]:
     """Yield markdown: a row for each flag of the command ``module``."""
-    from trainers.options import flag_of  # the other pages need no torch
+    from commengine.options.declared import flag_of  # the other pages need no torch
 
     yield "| flag | default | effect |"
     yield "|---|---|---|"
-    for item in fields(importlib.import_module(module).CONFIG):
+    for item in fields(importlib.import_module(module).COMMAND.settings):
         default = "" if item.default is None else f"`{item.default}`"
         text = item.metadata["help"].replace("|", r"\|").replace("<", "&lt;")
         yield f"| `{flag_of(item.name)}` | {default} | {text} |"

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,14 +17,13 @@ import pytest
 import yaml
 
 from bench import predict
+from commengine.options import declared
 from tests.support import documents, mpirun
 from tests.support.documents import PAGES, Command
 from tests.support.each import each
 from tests.support.lab.make import make, nvidia_smi
 from tests.test_readme import accepted
-from trainers.megatron_flags.parsing import parse
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.trained import LoadConfig
+from trainers.tasks.commands import PRETRAIN_GPT
 
 ROOT = mpirun.ROOT
 PACKAGES = ("commengine", "tplayers", "trainers", "bench")
@@ -66,7 +65,7 @@ PARTS = {
     "bridge": "bench.collective_study.bridge",
 }  # fmt: skip
 #: the commands that pass options on to a training run: its settings
-TRAINERS = {"bench.step": GPTTrainConfig, "bench.study": GPTTrainConfig}
+TRAINERS = ("bench.step", "bench.study")
 #: what a reader has made before, or names as an example
 OF_THE_READER = ("runs/", "iter_", "tensorboard/", "batches/", "site/", "/dev/", "bin/")
 
@@ -99,45 +98,39 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     """Give the arguments of ``python -m`` to that command's own parser."""
     name, arguments = words[1], words[2:]
     module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
-    if name == "trainers.finetune":
-        if "list" not in arguments:
-            ranks, _ = python_words(command.words)
-            there = {"data": str(data.parent)}
-            module.CONFIG(**(parse(module.CONFIG, arguments, name).to_json() | there)).validate(ranks)
-        return
-    if hasattr(module, "CONFIG"):  # a training command
+    if name.startswith("trainers.pretrain_"):
         accepted(command.text.replace("srun ", "mpirun "), data)
         return
-    if name == "trainers.convert":
-        config = parse(module.ConvertConfig, arguments, name)
-        origin = None if config.from_ is None else [config.from_[0], str(data.parent)]
-        module.ConvertConfig(**(config.to_json() | {"from_": origin})).validate(python_words(command.words)[0])
-        return
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, LoadConfig)]
-    if kinds := [kind for kind in kinds if kind is not LoadConfig]:
-        (kind,) = kinds
-        config = parse(kind, arguments, name)
+    on_ranks = not isinstance(getattr(module, "COMMAND", ""), str)
+    if on_ranks and "list" not in arguments:
+        config = module.COMMAND.parse(arguments)
         there = {
             option: str(
                 data.parent
-                if option == "include_path"
+                if option == "include_path" or name == "trainers.finetune"
                 else data.with_name(f"{option}{Path(given).suffix}")
                 if option in OUTPUTS
                 else data.with_suffix(Path(given).suffix)
             )
             for option in FILES_OF_THE_READER
-            if (given := getattr(config, option, None)) is not None
+            if isinstance(given := getattr(config, option, None), str)
         }
         for option in {"data", "prompts"} & set(there):
-            Path(there[option]).touch()
-        kind(**(config.to_json() | there)).validate(python_words(command.words)[0])
+            if not Path(there[option]).is_dir():
+                Path(there[option]).touch()
+        if getattr(config, "from_", None) is not None:
+            there["from_"] = [config.from_[0], str(data.parent)]
+        ranks, _ = python_words(command.words)
+        module.COMMAND.require_valid(replace(config, **there), ranks)
+        return
+    if on_ranks:
         return
     if name == "trainers.supervise":  # with the command that it starts
         module.read([*arguments, "--data-path", str(data), "--vocab-size", "4096"])
         return
-    alone = {"trainers.preprocess_data": "PreprocessConfig", "trainers.prepare_corpus": "CorpusSettings"}
+    alone = {"trainers.preprocess_data": "PreprocessSettings", "trainers.prepare_corpus": "CorpusSettings"}
     if name in alone:
-        parse(getattr(module, alone[name]), arguments, name)
+        declared.parse(getattr(module, alone[name]), arguments, name)
         return
     if arguments[:1] == ["--only"]:  # a part with options of its own
         part, *arguments = arguments[1:]
@@ -152,9 +145,9 @@ def parse_module(command: Command, words: list[str], data: Path) -> None:
     if rest:
         assert name in TRAINERS, f"{command.text}: unknown arguments {rest}"
         ranks, _ = python_words(command.words)
-        config = parse(TRAINERS[name], rest, name)
+        config = PRETRAIN_GPT.parse(rest)
         there = {} if config.data_path is None else {"data_path": str(data)}
-        TRAINERS[name](**(config.to_json() | there)).validate(ranks)
+        PRETRAIN_GPT.require_valid(replace(config, **there), ranks)
 
 
 def parse_make(words: list[str], data: Path) -> None:
@@ -505,7 +498,8 @@ def test_every_public_name_is_in_the_reference(package, page):
     module = importlib.import_module(package)
     text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
     documented = {name.split(".")[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
-    public = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    named = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    public = {name for name, value in named.items() if not inspect.ismodule(value)}
     assert public <= documented
 
 
@@ -526,7 +520,7 @@ def test_the_site_has_tables_of_the_flags_of_training() -> None:
     assert "<!-- flags" not in shown and "| `--train-iters` | `1000` | steps of the run |" in shown
     for module in marked:
         lines = list(flags["table"](module))
-        assert len(lines) == 2 + len(fields(importlib.import_module(module).CONFIG))
+        assert len(lines) == 2 + len(fields(importlib.import_module(module).COMMAND.settings))
         assert all(line in shown and line.count("|") - line.count(r"\|") == 4 for line in lines)
 
 

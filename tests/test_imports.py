@@ -53,7 +53,7 @@ ROOMS = {
     ),
     "trainers": (
         {"megatron_flags", "presets"},  # answers to flags that we do not have; the paper's models
-        {"config"},
+        {"settings"},  # of commands, and the rules about them; it imports no torch
         {"tokenizing"},  # a tokenizer with all that stands beside it
         {"data"},
         {"cleaning", "generation"},  # from texts to a corpus: filters, duplicates, held-out text; texts from a model

@@ -86,8 +86,8 @@ TESTED_BY = {
     "trainers/convert.py": ["trainers/weights/test_convert.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
     "trainers/finetune.py": ["trainers/finetuning/test_command.py"],
-    "trainers/finetuning/config.py": ["trainers/finetuning/test_command.py"],
-    "trainers/finetuning/flags.py": ["trainers/finetuning/test_command.py", "trainers/test_presets.py"],
+    "trainers/finetuning/completing.py": ["trainers/finetuning/test_command.py", "trainers/test_presets.py"],
+    "trainers/finetuning/settings.py": ["trainers/finetuning/test_command.py"],
     "trainers/finetuning/predict.py": ["trainers/finetuning/test_command.py"],
     "trainers/finetuning/task.py": ["trainers/finetuning/test_command.py"],
     "trainers/evaluate.py": ["trainers/scoring/test_evaluate_command.py"],
@@ -96,10 +96,9 @@ TESTED_BY = {
             "trainers/megatron_flags/test_table.py",
             "trainers/megatron_flags/test_reading.py",
         ]
-        for name in ("answers", "features", "files", "machine", "model", "training")
+        for name in ("answers", "features", "files", "machine", "model", "parsing", "training")
     },
     "trainers/run/loop.py": ["trainers/test_pretrain_gpt.py", "trainers/checkpoints/test_run_folder.py"],
-    "trainers/run/programs.py": ["bench/command/test_commands.py"],
     "trainers/run/report.py": [
         "trainers/run/test_metrics.py",
         "trainers/run/test_stopping.py",
@@ -109,7 +108,19 @@ TESTED_BY = {
     "trainers/run/startup.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/bert.py": ["trainers/test_pretrain_bert.py"],
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
-    "trainers/tasks/layers.py": ["trainers/test_config.py", "trainers/tasks/test_transformer.py"],
+    "commengine/options/declared.py": ["commengine/options/test_options.py"],
+    "commengine/options/parser.py": ["commengine/options/test_options.py"],
+    "commengine/options/programs.py": ["bench/command/test_commands.py"],
+    "commengine/options/ranges.py": ["commengine/options/test_options.py"],
+    **{
+        f"trainers/settings/{name}.py": ["trainers/settings/test_commands.py", "trainers/settings/test_rules.py"]
+        for name in ("data", "derived", "job", "layout", "model", "precision", "same_bits", "saving", "steps")
+    },
+    "trainers/settings/command.py": ["trainers/megatron_flags/test_reading.py", "trainers/test_presets.py"],
+    "trainers/tasks/commands.py": ["trainers/test_pretrain_gpt.py", "trainers/test_pretrain_bert.py"],
+    "trainers/tasks/fitting.py": ["trainers/settings/test_rules_context.py"],
+    "trainers/tasks/kinds.py": ["trainers/test_trained.py"],
+    "tplayers/formulas/experts.py": ["bench/collective_study/test_experts.py"],
     "trainers/tasks/training.py": ["trainers/test_pretrain_gpt.py"],
     "trainers/tasks/other_models.py": ["trainers/weights/test_convert.py"],
     "trainers/training/backwards.py": ["trainers/test_data_parallel_faults.py"],

@@ -4,6 +4,7 @@ import importlib
 import runpy
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from tests.support import documents, mpirun
 from tests.support.lab.make import make, nvidia_smi
-from trainers.megatron_flags.parsing import parse
-from trainers.scoring.settings import EvaluateConfig
+from trainers.data.blend import blend_of
+from trainers.scoring.settings import COMMAND as EVALUATE
+from trainers.settings.command import Command
 
 USERS = [
     mpirun.ROOT / page
@@ -82,12 +84,12 @@ def accepted(command: str, data: Path) -> Any:
     """
     words = shlex.split(command)
     ranks, at = int(words[words.index("-n") + 1]), words.index("-m") + 1
-    settings = importlib.import_module(words[at]).CONFIG
+    command_of: Command[Any] = importlib.import_module(words[at]).COMMAND
     mock = "--mock-data" in words
     data_path = [] if mock or "--data-path" in words else ["--data-path", str(data)]
-    config = parse(settings, [*words[at + 1 :], *data_path], words[at].rpartition(".")[2])
-    config.blend()
-    settings(**(config.to_json() | ({} if mock else {"data_path": str(data)}))).validate(ranks)
+    config = command_of.parse([*words[at + 1 :], *data_path])
+    blend_of(config)
+    command_of.require_valid(config if mock else replace(config, data_path=str(data)), ranks)
     return config
 
 
@@ -159,7 +161,7 @@ def test_make_train(data, tmp_path, words, changed):
             assert getattr(config, name) == value
     assert ("--data-path" in command) == ("DATA={data}" in words)
     words = shlex.split(after)
-    evaluated = parse(EvaluateConfig, words[words.index("-m") + 2 :], "evaluate")
+    evaluated = EVALUATE.parse(words[words.index("-m") + 2 :])
     assert (evaluated.load, evaluated.device) == (config.save, config.device)
     assert evaluated.device_transport == config.device_transport
     assert f"mpiexec -n {command.split()[2]} " in after

@@ -9,7 +9,7 @@ one rank. The files do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,24 @@ from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.options.declared import given, make_writable, option, require
 from commengine.options.ranges import AtLeastOne, Heads, Text, Vocabulary
 from commengine.rank_zero import on_rank_zero
+from trainers.run.startup import grid_of
+from trainers.settings.command import Command
+from trainers.settings.job import JobOptions
+from trainers.settings.rules import Faults, Rule, first
+from trainers.settings.saving import OTHER_PROGRAMS
+from trainers.tasks.kinds import task_of
 
 from .checkpoints import folder_lock, run_folder
 from .checkpoints.checkpoint import CONVERTED_FROM, Progress
 from .checkpoints.checkpoint_writer import CheckpointWriter
-from .config import OTHER_PROGRAMS, JobConfig
-from .run.startup import job_config, watched
+from .run.startup import job_settings, watched
 from .trained import DTYPES, Trained, load_trained
 from .weights.export import SmallFiles, copy_small_files, export, require_replaceable
 from .weights.tokenizer_files import tokenizer_file
 
 
 @dataclass(frozen=True)
-class ConvertConfig(JobConfig):
+class ConvertSettings(JobOptions):
     """The settings of `trainers.convert`. A field is the flag of the same name, with dashes."""
 
     from_: str | Sequence[str] | None = option(
@@ -54,36 +59,39 @@ class ConvertConfig(JobConfig):
     )  # fmt: skip
     overwrite: bool = option(False, "replace the run in --save, or the folder of --to")
 
-    @property
-    def origin(self) -> tuple[str, str] | None:
-        """The program and the path of ``--from``."""
-        return _two("from", self.from_, OTHER_PROGRAMS)
 
-    @property
-    def target(self) -> str | None:
-        """The folder of ``--to``."""
-        found = _two("to", self.to, ("hf",))
-        return None if found is None else found[1]
+def origin_of(config: ConvertSettings) -> tuple[str, str] | None:
+    """The program and the path of ``--from``."""
+    return _two("from", config.from_, OTHER_PROGRAMS)
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        origin, target = self.origin, self.target
-        one = "--from PROGRAM FOLDER --save RUN, or --load RUN --to hf FOLDER: needed: one of the two"
-        require((origin is None) != (target is None), one)
-        if origin is not None:
-            require(self.save is not None, "--save DIR: needed with --from: the folder of the new run")
-            require(self.load is None, f"{given(self, 'load')}: goes with --to; leave it out")
-            require(self.ckpt_step is None, f"{given(self, 'ckpt_step')}: goes with --load; leave it out")
-            require(Path(origin[1]).exists(), f"--from {' '.join(origin)}: there is no such folder")
-        else:
-            require(self.load is not None, "--load DIR: needed with --to: the --save folder of a run")
-            require(self.save is None, f"{given(self, 'save')}: goes with --from; leave it out")
-        hf = origin is not None and origin[0] == "hf"
-        require(hf or not self.rotary_interleaved, "--rotary-interleaved: goes with --from hf; leave it out")
-        megatron = origin is not None and origin[0] == "megatron"
-        for name in ("vocab_size", "num_attention_heads"):
-            require(megatron or getattr(self, name) is None, f"{given(self, name)}: goes with --from megatron")
+
+def target_of(config: ConvertSettings) -> str | None:
+    """The folder of ``--to``."""
+    found = _two("to", config.to, ("hf",))
+    return None if found is None else found[1]
+
+
+def _faults(s: ConvertSettings, _: int) -> Faults:
+    origin, target = origin_of(s), target_of(s)
+    yield (
+        (origin is None) == (target is None),
+        "--from PROGRAM FOLDER --save RUN, or --load RUN --to hf FOLDER: needed: one of the two",
+    )
+    if origin is not None:
+        yield s.save is None, "--save DIR: needed with --from: the folder of the new run"
+        yield s.load is not None, f"{given(s, 'load')}: goes with --to; leave it out"
+        yield s.ckpt_step is not None, f"{given(s, 'ckpt_step')}: goes with --load; leave it out"
+        yield not Path(origin[1]).exists(), f"--from {' '.join(origin)}: there is no such folder"
+    else:
+        yield s.load is None, "--load DIR: needed with --to: the --save folder of a run"
+        yield s.save is not None, f"{given(s, 'save')}: goes with --from; leave it out"
+    program = None if origin is None else origin[0]
+    yield s.rotary_interleaved and program != "hf", "--rotary-interleaved: goes with --from hf; leave it out"
+    for name in ("vocab_size", "num_attention_heads"):
+        yield getattr(s, name) is not None and program != "megatron", f"{given(s, name)}: goes with --from megatron"
+
+
+COMMAND = Command("convert", ConvertSettings, rules=[Rule("from_ to", first(_faults))])
 
 
 def _two(option: str, words: str | Sequence[str] | None, programs: Sequence[str]) -> tuple[str, str] | None:
@@ -99,15 +107,15 @@ def _two(option: str, words: str | Sequence[str] | None, programs: Sequence[str]
 
 def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
-    config = job_config(world, ConvertConfig, "convert")
-    with watched(config, world) as comm, config.grid(comm) as grid:
-        if config.origin is not None:
-            _import(config, config.origin, grid)
+    config = job_settings(world, COMMAND)
+    with watched(config, world) as comm, grid_of(config, comm) as grid:
+        if (origin := origin_of(config)) is not None:
+            _import(config, origin, grid)
         else:
             _export(config, grid)
 
 
-def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> None:
+def _import(config: ConvertSettings, origin: Sequence[str], grid: ProcessGrid) -> None:
     """Write the checkpoint of a run without steps. Collective over the grid's world."""
     folder, world, load = Path(config.save or ""), grid.world, ":".join(origin)
 
@@ -125,8 +133,8 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
         trained = load_trained(load, grid, dtype=dtype, asked=asked)
     except UsageError as error:  # on all ranks; it names the option of the other commands
         raise UsageError(str(error).replace(f"--load {load}", f"--from {' '.join(origin)}")) from error
-    function = trained.settings.of_the_model()
-    settings = {name: value for name, value in trained.settings.to_json().items() if name in function}
+    function = task_of(trained.settings).of_the_model()
+    settings = {name: value for name, value in asdict(trained.settings).items() if name in function}
     on_rank_zero(world, lambda: make_writable("--save", folder))
     with folder_lock.hold(world, folder):
 
@@ -147,9 +155,9 @@ def _import(config: ConvertConfig, origin: Sequence[str], grid: ProcessGrid) -> 
         _say(world, trained.problem)
 
 
-def _export(config: ConvertConfig, grid: ProcessGrid) -> None:
+def _export(config: ConvertSettings, grid: ProcessGrid) -> None:
     """Write the model of ``--load`` into the folder of ``--to``. Collective over the grid's world."""
-    folder, world = Path(config.target or ""), grid.world
+    folder, world = Path(target_of(config) or ""), grid.world
 
     def free() -> None:
         require_replaceable("--to hf", folder, overwrite=config.overwrite)

@@ -24,8 +24,7 @@ from torch import nn
 from commengine import CollectiveError, Communicator, ProcessGrid
 from trainers.checkpoints.module_checkpoint import load, save
 from trainers.checks.replicas import begin_equal, require_equal_gradients, require_same_structure
-from trainers.config import bucket_size as default_bucket_size
-from trainers.config import overlapped
+from trainers.settings import derived
 from trainers.training.backwards import Backwards
 from trainers.training.clipping import clip, gradient_norm
 from trainers.training.module_state import ModuleBuffers
@@ -96,8 +95,8 @@ class DataParallel:
         device = next(iter(self._trained.values())).device
         try:
             self.gradients = GradientBuckets(  # its hooks run after those above
-                module, self.grid.data, tensor=self.grid.tensor, overlap=overlapped(overlap, device), masters=False,
-                bucket_size=default_bucket_size(bucket_size, device, self.grid.data.size), op="avg",
+                module, self.grid.data, tensor=self.grid.tensor, overlap=derived.overlapped(overlap, device),
+                masters=False, bucket_size=derived.bucket_size(bucket_size, device, self.grid.data.size), op="avg",
             )  # fmt: skip
         except CollectiveError:  # on every rank
             self._backwards.remove()

@@ -20,35 +20,35 @@ from commengine.rank_zero import on_rank_zero
 from tplayers import GPT
 
 from .data import text_files
-from .data.blend import verify
+from .data.blend import blend_of, verify
 from .run.metrics import progress_bar
-from .run.startup import job_config, verify_files
+from .run.startup import job_settings, verify_files
 from .scoring import lambada, results, texts
 from .scoring.passages import Passage, Windows
 from .scoring.scorer import Scores, score
 from .scoring.service import ModelService
-from .scoring.settings import HELD_OUT, LAMBADA, WIKITEXT, EvaluateConfig
+from .scoring.settings import COMMAND, HELD_OUT, LAMBADA, WIKITEXT, EvaluateSettings, names_of, window
 from .trained import Trained, loaded
 
 
 def main(world: Communicator) -> None:
     """One rank of the command. Rank 0 reads the flags; an error on any rank is raised on every rank."""
-    config = job_config(world, EvaluateConfig, "evaluate")
+    config = job_settings(world, COMMAND)
     with loaded(config, world, kind="gpt") as (trained, grid):
-        if config.names:
+        if names_of(config):
             _harness(config, world, trained, grid)
             return
         if config.verify_data:  # over the world without a timeout: reading all data may take long
-            verify_files(world, lambda part, parts: verify(trained.settings.blend(), part, parts))
+            verify_files(world, lambda part, parts: verify(blend_of(trained.settings), part, parts))
         evaluate = _last_words if config.task == LAMBADA else _perplexity
         result = evaluate(config, trained, grid)
         on_rank_zero(grid.world, lambda: _report(config, result))
 
 
-def _harness(config: EvaluateConfig, world: Communicator, trained: Trained, grid: ProcessGrid) -> None:
+def _harness(config: EvaluateSettings, world: Communicator, trained: Trained, grid: ProcessGrid) -> None:
     """Run lm-evaluation-harness on rank 0, which the others serve. An error of the user's is raised on all ranks."""
     assert isinstance(trained.model, GPT)
-    length, _ = config.window(trained.settings)
+    length, _ = window(config, trained.settings)
     tokenizer = trained.tokenizer
     needed = "the tokenizer names neither a bos_token nor an eos_token; lm-evaluation-harness begins texts with one"
     require(tokenizer.start_token is not None, f"--tokenizer-model: {needed}")
@@ -74,9 +74,9 @@ def _harness(config: EvaluateConfig, world: Communicator, trained: Trained, grid
     service.stop(problem)
 
 
-def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.PerplexityResult:
+def _perplexity(config: EvaluateSettings, trained: Trained, grid: ProcessGrid) -> results.PerplexityResult:
     """The result of a task of windows. Collective over the grid's world."""
-    length, stride = config.window(trained.settings)
+    length, stride = window(config, trained.settings)
     # Without one, the run's own documents lack only their words. One that was asked for is used, or the reason raised.
     optional = config.task == HELD_OUT and config.tokenizer_model is None
     tokenizer = None if optional and not trained.has_tokenizer else trained.tokenizer
@@ -105,9 +105,9 @@ def _perplexity(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
     return results.PerplexityResult(config.task, scores, windows, found.counts, _about(trained))
 
 
-def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> results.LambadaResult:
+def _last_words(config: EvaluateSettings, trained: Trained, grid: ProcessGrid) -> results.LambadaResult:
     """The result of LAMBADA. Collective over the grid's world."""
-    length, _ = config.window(trained.settings)
+    length, _ = window(config, trained.settings)
     path = str(config.data)
 
     def read() -> texts.Texts:
@@ -147,7 +147,7 @@ def _last_words(config: EvaluateConfig, trained: Trained, grid: ProcessGrid) -> 
 
 
 def _scored(
-    config: EvaluateConfig, trained: Trained, grid: ProcessGrid, passages: Sequence[Passage], unit: str, *,
+    config: EvaluateSettings, trained: Trained, grid: ProcessGrid, passages: Sequence[Passage], unit: str, *,
     predict: bool = False,
 ) -> Scores:  # fmt: skip
     """The scores of the passages, with a progress bar on rank 0. Collective over the grid's world."""
@@ -164,7 +164,7 @@ def _about(trained: Trained) -> results.ModelScored:
     return results.ModelScored(str(trained.checkpoint), trained.iteration, dtype)
 
 
-def _report(config: EvaluateConfig, result: results.PerplexityResult | results.LambadaResult) -> None:
+def _report(config: EvaluateSettings, result: results.PerplexityResult | results.LambadaResult) -> None:
     """Print the result, and write the files that were asked for. On rank 0."""
     print(result.text(), end="", flush=True)
     if config.json is not None:

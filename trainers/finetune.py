@@ -13,6 +13,11 @@ from .run import signals
 if __name__ == "__main__":  # before the other imports, which take seconds
     signals.end_on_signals(sys.argv[1:])
 
+    from .finetuning.settings import FinetuneSettings
+    from .settings.command import answer_help
+
+    answer_help(FinetuneSettings, "finetune")
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,26 +25,25 @@ from commengine import Communicator, launch
 from commengine.options.declared import make_writable
 from commengine.rank_zero import on_rank_zero
 
-from .finetuning.config import FinetuneConfig
+from .finetuning.completing import COMMAND, of_seed, scheduled, trains
 from .finetuning.predict import predict
+from .finetuning.settings import FinetuneSettings
 from .finetuning.source import seeds_text, summarize
 from .finetuning.task import FinetuneTask, read_files
 from .run.loop import train
-from .run.startup import job_config, tell, watched
+from .run.startup import job_settings, tell, watched
 from .run.stopping import TEMPORARY, StopRequests
-
-#: the settings of a run; each field is a flag
-CONFIG = FinetuneConfig
+from .settings import derived
 
 
 def main(world: Communicator) -> int:
     """One rank of the command, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
     with StopRequests(world) as stopping:
         said = list[str]()
-        config = job_config(world, CONFIG, "finetune", said.append)
+        config = job_settings(world, COMMAND, said.append)
         stopping.configure(config)
         with watched(config, world) as comm:
-            if not config.trains:
+            if not trains(config):
                 for line in said:
                     tell(line)
                 predict(config, comm)
@@ -51,7 +55,7 @@ def main(world: Communicator) -> int:
 
 
 def _train(
-    config: FinetuneConfig, world: Communicator, stopping: StopRequests, said: Sequence[str]
+    config: FinetuneSettings, world: Communicator, stopping: StopRequests, said: Sequence[str]
 ) -> tuple[int, str | None]:
     """Train with one seed or several. Returns the exit status, and the folder of the run, or of the median one.
 
@@ -62,14 +66,14 @@ def _train(
         unkept = "without --save DIR no checkpoint is kept: the run prints its measures, and its model is lost"
         for line in [*files.task.remarks, *([unkept] if config.save is None else [])]:
             print(line, file=sys.stderr, flush=True)
-    config = config.scheduled(len(files.train.samples), world.size // config.replica_size)
+    config = scheduled(config, len(files.train.samples), world.size // derived.replica_size(config))
     if config.seeds == 1:
         return train(
             config, world, lambda one, comm: FinetuneTask(one, comm, files), stopping, remarks=said
         ), config.save
     folder = Path(config.save or "")
     on_rank_zero(world, lambda: make_writable("--save", folder))
-    runs = [config.of_seed(number) for number in range(config.seeds)]
+    runs = [of_seed(config, number) for number in range(config.seeds)]
     go_on = f"--load {folder} --pretrained-checkpoint {config.pretrained_checkpoint}"
     for number, one in enumerate(runs, start=1):
         status = train(

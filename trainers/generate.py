@@ -18,16 +18,19 @@ from commengine.options.ranges import AtLeastOne, Batch, Count, Length, Natural,
 from commengine.rank_zero import on_rank_zero
 from tplayers import GPT, Sampling, formulas
 from tplayers.generation.sampling import LEAST, MOST
+from trainers.settings import derived
+from trainers.settings.command import Command
+from trainers.settings.rules import Faults, Rule, first
+from trainers.tasks.kinds import task_of
+from trainers.trained import NEEDS_LOAD
 
 from .checkpoints import disk
 from .generation.conversation import History, Lines, converse
 from .generation.texts import Prompt, encoded, generate_texts, in_rounds, read_prompts
-from .run.startup import job_config
-from .tasks.transformer import machine_memory
+from .run.startup import job_settings
+from .tasks.fitting import machine_memory
 from .tokenizing.ends import not_taken
-from .trained import LoadConfig, Trained, loaded
-
-COMMAND = "generate"
+from .trained import LoadOptions, Trained, loaded
 
 Temperature = Annotated[
     float, ValidRange(lambda t: t == 0 or LEAST <= t <= MOST, f"must be 0, or from {LEAST} to {MOST:g}")
@@ -36,7 +39,7 @@ Probability = Annotated[float, ValidRange(lambda p: 0 < p <= 1, "must be above 0
 
 
 @dataclass(frozen=True)
-class GenerateConfig(LoadConfig):
+class GenerateSettings(LoadOptions):
     """The settings of `trainers.generate`. A field is the flag of the same name, with dashes."""
 
     pipeline_model_parallel_size: AtLeastOne = option(
@@ -72,39 +75,33 @@ class GenerateConfig(LoadConfig):
     print_prompt: bool = option(False, "write each prompt before its text")
     json: Text | None = option(None, "file for the prompts and their texts and tokens, as JSON")
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        asked = [self.prompt is not None, self.prompts is not None, self.interactive]
-        require(sum(asked) == 1, "--prompt, --prompts, --interactive: want exactly one of them")
-        if self.interactive:
-            whole = self.replica_size == ranks
-            split = given(self, "tensor_model_parallel_size")
-            if self.pipeline_model_parallel_size > 1:
-                split += f" times {given(self, 'pipeline_model_parallel_size')}"
-            require(whole, f"{split}: must be all {ranks} ranks with --interactive, which talks to one model")
-            require(self.num_samples == 1, f"{given(self, 'num_samples')}: must be 1 with --interactive")
-            require(self.json is None, "--json: excludes --interactive")
 
-    @property
-    def stages(self) -> int:
-        """See `JobConfig.stages`."""
-        return self.pipeline_model_parallel_size
+def sampling_of(config: GenerateSettings) -> Sampling:
+    """How tokens are drawn."""
+    return Sampling(config.temperature, config.top_k, config.top_p, config.repetition_penalty)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
-    @property
-    def stops(self) -> list[str]:
-        """The strings that end a text."""
-        return words_of(self.stop)
+def _faults(s: GenerateSettings, ranks: int) -> Faults:
+    asked = [s.prompt is not None, s.prompts is not None, s.interactive]
+    yield sum(asked) != 1, "--prompt, --prompts, --interactive: want exactly one of them"
+    if s.interactive:
+        split = given(s, "tensor_model_parallel_size")
+        if s.pipeline_model_parallel_size > 1:
+            split += f" times {given(s, 'pipeline_model_parallel_size')}"
+        yield (
+            derived.replica_size(s) != ranks,
+            f"{split}: must be all {ranks} ranks with --interactive, which talks to one model",
+        )
+        yield s.num_samples != 1, f"{given(s, 'num_samples')}: must be 1 with --interactive"
+        yield s.json is not None, "--json: excludes --interactive"
+
+
+COMMAND = Command("generate", GenerateSettings, rules=[NEEDS_LOAD, Rule("interactive", first(_faults))])
 
 
 def main(world: Communicator) -> int:
     """One rank of the command, collective over ``world``: the exit status."""
-    config = job_config(world, GenerateConfig, COMMAND)
+    config = job_settings(world, COMMAND)
 
     def read() -> list[Prompt]:
         check_writable(json=config.json, read=[config.prompts])
@@ -131,12 +128,12 @@ def main(world: Communicator) -> int:
     return 0
 
 
-def _require_memory(config: GenerateConfig, trained: Trained, longest: int) -> None:
+def _require_memory(config: GenerateSettings, trained: Trained, longest: int) -> None:
     """Raise UsageError if the keys and values of one batch exceed all memory of a machine, on all ranks.
 
     They are those of the stage with most layers. longest: the tokens of the longest prompt.
     """
-    model, layers = trained.model, max(len(part.numbers) for part in trained.settings.parts())
+    model, layers = trained.model, max(len(part.numbers) for part in task_of(trained.settings).parts())
     longest_text = model.config.max_position_embeddings
     shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=layers)
     rows = config.micro_batch_size * config.num_samples
@@ -152,7 +149,7 @@ def _require_memory(config: GenerateConfig, trained: Trained, longest: int) -> N
 
 
 def _write(
-    config: GenerateConfig, grid: ProcessGrid, trained: Trained, prompts: Sequence[Prompt], tokens: list[list[int]]
+    config: GenerateSettings, grid: ProcessGrid, trained: Trained, prompts: Sequence[Prompt], tokens: list[list[int]]
 ) -> None:
     """Write the texts of all prompts to standard output and ``--json``, in order. Collective over the grid's world."""
     world, model, replicas = grid.world, trained.model, grid.data.size
@@ -166,7 +163,8 @@ def _write(
     def generated(mine: Sequence[int]) -> list[dict[str, Any]]:
         texts = generate_texts(
             model, trained.tokenizer, [tokens[number] for number in mine], config.max_new_tokens,
-            sampling=config.sampling, seed=config.seed, samples=config.num_samples, numbers=mine, stop=config.stops,
+            sampling=sampling_of(config), seed=config.seed, samples=config.num_samples, numbers=mine,
+            stop=words_of(config.stop),
             ends=trained.end_tokens, slide=config.window_slide, pipeline=grid.pipeline,
         )  # fmt: skip
         return [asdict(text) for text in texts]
@@ -197,7 +195,7 @@ def _remark(world: Communicator, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
+def _slid(count: int, config: GenerateSettings, model: GPT) -> str:
     """The line that says that a window slid."""
     which = "a text" if count == 1 else f"{count} texts"
     return (
@@ -206,7 +204,7 @@ def _slid(count: int, config: GenerateConfig, model: GPT) -> str:
     )
 
 
-def _converse(config: GenerateConfig, grid: ProcessGrid, trained: Trained) -> int:
+def _converse(config: GenerateSettings, grid: ProcessGrid, trained: Trained) -> int:
     """A conversation on standard input and output: the exit status. Collective over the world, without a timeout."""
     world, model, tokenizer = grid.world, trained.model, trained.tokenizer
     assert isinstance(model, GPT)
@@ -222,8 +220,8 @@ def _converse(config: GenerateConfig, grid: ProcessGrid, trained: Trained) -> in
 
     def answer(tokens: list[int], turn: int) -> str:
         (text,) = generate_texts(
-            model, tokenizer, [tokens], config.max_new_tokens, sampling=config.sampling, seed=config.seed,
-            numbers=[turn], stop=config.stops, ends=trained.end_tokens, slide=config.window_slide, show=show,
+            model, tokenizer, [tokens], config.max_new_tokens, sampling=sampling_of(config), seed=config.seed,
+            numbers=[turn], stop=words_of(config.stop), ends=trained.end_tokens, slide=config.window_slide, show=show,
             pipeline=grid.pipeline,
         )  # fmt: skip
         show(0, "\n")

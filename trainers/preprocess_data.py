@@ -49,7 +49,7 @@ _LOWERCASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
 
 @dataclass(frozen=True)
-class PreprocessConfig(TextInput):
+class PreprocessSettings(TextInput):
     """The settings of `trainers.preprocess_data`. A field is the flag of the same name, with dashes."""
 
     from_stdlib: bool = option(False, "use the documentation in Python's standard library, about 2 MB")
@@ -115,7 +115,7 @@ def _cores() -> int:
 class _Source:
     """The documents that the command line names. They can be read more than once. size: bytes, for the progress."""
 
-    def __init__(self, args: PreprocessConfig) -> None:
+    def __init__(self, args: PreprocessSettings) -> None:
         self._args = args
         self._texts: list[str] = []
         if args.from_stdlib:
@@ -144,7 +144,7 @@ class _Source:
                 bar.update(piece.size)
 
 
-def _tokenizer(args: PreprocessConfig, source: _Source) -> Tokenizer:
+def _tokenizer(args: PreprocessSettings, source: _Source) -> Tokenizer:
     def texts() -> Iterator[str]:
         pieces = source.progress(text_files.cut(source.pieces()), "train tokenizer")
         return (piece.text for piece in pieces)
@@ -200,7 +200,7 @@ def _encode(
     return sequences, size
 
 
-def preprocess(args: PreprocessConfig) -> str:
+def preprocess(args: PreprocessSettings) -> str:
     """Turn valid settings' text into a data set, and return a line. If it raises an error, it has written nothing."""
     # The tokenizer reads these when it first starts its threads, and nothing has started them yet.
     workers = args.workers or _cores()
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command. After an error it exits with 2, one line on stderr and no output files; after Ctrl-C with 130."""
     prefix = None
     try:
-        args = parse(PreprocessConfig, argv, "preprocess_data", description="Tokenise text into an indexed data set.")
+        args = parse(PreprocessSettings, argv, "preprocess_data", description="Tokenise text into an indexed data set.")
         prefix = args.output_prefix
         args.validate()
         if args.write_checksums is None:

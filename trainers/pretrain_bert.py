@@ -1,4 +1,4 @@
-"""Train a BERT: ``mpiexec -n 2 python -m trainers.pretrain_bert --data-path PREFIX_text_sentence``."""
+"""Train a BERT: ``mpiexec -n 2 python -m trainers.pretrain_bert --tensor-model-parallel-size 2 --data-path PREFIX``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from .run import signals
 if __name__ == "__main__":  # before the other imports, which take seconds
     signals.end_on_signals(sys.argv[1:])
 
+    from .settings.command import answer_help
+    from .settings.commands import BERTSettings
+
+    answer_help(BERTSettings, "pretrain_bert")
+
 from commengine import Communicator, launch
 
 from .run.startup import run_command
-from .tasks.bert import BERTTask, BERTTrainConfig
+from .tasks.bert import BERTTask
+from .tasks.commands import PRETRAIN_BERT
 from .tasks.dry_run import dry_run
 
-#: the settings of a run; each field is a flag
-CONFIG = BERTTrainConfig
+COMMAND = PRETRAIN_BERT
 
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, "pretrain_bert", CONFIG, BERTTask, dry_run)
+    return run_command(world, COMMAND, BERTTask.started, dry_run)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,24 @@ from .run import signals
 if __name__ == "__main__":  # before the other imports, which take seconds
     signals.end_on_signals(sys.argv[1:])
 
+    from .settings.command import answer_help
+    from .settings.commands import GPTSettings
+
+    answer_help(GPTSettings, "pretrain_gpt")
+
 from commengine import Communicator, launch
 
 from .run.startup import run_command
+from .tasks.commands import PRETRAIN_GPT
 from .tasks.dry_run import dry_run
-from .tasks.gpt import GPTTask, GPTTrainConfig
+from .tasks.gpt import GPTTask
 
-#: the settings of a run; each field is a flag
-CONFIG = GPTTrainConfig
+COMMAND = PRETRAIN_GPT
 
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, "pretrain_gpt", CONFIG, GPTTask, dry_run)
+    return run_command(world, COMMAND, GPTTask.started, dry_run)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .run.signals import parse
 from .supervision import process
 from .supervision.command import TrainingCommand
 from .supervision.policy import INTERRUPTED, Decision, Policy
-from .supervision.settings import Size, SuperviseConfig, living, taken
+from .supervision.settings import Size, SuperviseSettings, living, taken
 
 _NO_COMMAND = "no command: give it after --, as in: supervise --ranks 4,2 -- mpirun -n {ranks} python -m ..."
 
@@ -34,14 +34,14 @@ def say(text: str) -> None:
     print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
-def read(argv: Sequence[str]) -> tuple[SuperviseConfig, TrainingCommand]:
+def read(argv: Sequence[str]) -> tuple[SuperviseSettings, TrainingCommand]:
     """The options before ``--`` and the command after it.
 
     Raises OptionError or UsageError, naming what is valid, and SystemExit for --help.
     """
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    settings = declared.parse(SuperviseConfig, words[:at], "supervise")
+    settings = declared.parse(SuperviseSettings, words[:at], "supervise")
     settings.validate()
     require(words[at + 1 :], _NO_COMMAND)
     return settings, TrainingCommand(words[at + 1 :], settings)
@@ -50,7 +50,7 @@ def read(argv: Sequence[str]) -> tuple[SuperviseConfig, TrainingCommand]:
 class Supervisor:
     """Starts the command until it has ended. settings, command: as `read` returns them."""
 
-    def __init__(self, settings: SuperviseConfig, command: TrainingCommand) -> None:
+    def __init__(self, settings: SuperviseSettings, command: TrainingCommand) -> None:
         self._settings, self._command = settings, command
         self._sizes = settings.sizes()
         self._policy = Policy(settings)

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,17 +29,19 @@ from commengine.options.ranges import AtLeastOne, Text
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 from tplayers.placement import unfilled_parameters
+from trainers.settings.commands import TransformerSettings
+from trainers.settings.job import JobOptions
+from trainers.settings.rules import Rule
+from trainers.settings.saving import of_other_program
 
 from .checkpoints import checkpoint, pointer
-from .config import JobConfig, of_other_program
 from .data.corpus import require_vocabulary
 from .data.stream import SourceRecord
 from .data.tokenizer import Tokenizer
-from .run.startup import watched
-from .tasks.bert import BERTTrainConfig
-from .tasks.gpt import GPTTrainConfig
+from .run.startup import grid_of, watched
+from .tasks.fitting import require_split
+from .tasks.kinds import TASKS, task_of
 from .tasks.other_models import require_kind, settings_of_other
-from .tasks.transformer import TransformerTrainConfig
 from .tokenizing import probe
 from .tokenizing.ends import end_tokens
 from .training.precision import parameter_dtype
@@ -49,9 +51,7 @@ from .weights.tokenizer_files import without_tokenizer
 if TYPE_CHECKING:
     from .checkpoints.state_file import SavedState
 
-Settings = TypeVar("Settings", bound=JobConfig)
-
-_CONFIGS: dict[str, type[TransformerTrainConfig]] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
+Settings = TypeVar("Settings", bound=JobOptions)
 
 #: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
 #: BERT has besides; those of the heads that `trainers.finetune` puts on a BERT
@@ -64,7 +64,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
 
 
 @dataclass(frozen=True)
-class LoadConfig(JobConfig):
+class LoadOptions(JobOptions):
     """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
 
     load: Text | None = option(
@@ -81,10 +81,9 @@ class LoadConfig(JobConfig):
         choices=tuple(DTYPES),
     )  # fmt: skip
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        require(self.load is not None, "--load DIR: needed: the --save folder of a run")
+
+#: what a command with a trained model must have
+NEEDS_LOAD = Rule("load ckpt_step", lambda s, _: (s.load is None, "--load DIR: needed: the --save folder of a run"))
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Trained:
     """
 
     model: GPT | BERT
-    settings: TransformerTrainConfig
+    settings: TransformerSettings
     kind: str
     checkpoint: Path
     iteration: int
@@ -149,7 +148,7 @@ def load_trained(
 
     def described() -> list[Any]:
         found, kind_found, state = saved_model(Path(folder), kind, iteration, verify=verify)
-        settings = read_settings(found, _CONFIGS[kind_found], state.settings, lambda made: made.model())
+        settings = read_settings(found, TASKS[kind_found].settings, state.settings, lambda made: task_of(made).model())
         settings = replace(
             settings, tensor_model_parallel_size=grid.tensor.size, pipeline_model_parallel_size=grid.pipeline.size,
             num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, cp_comm_type=None,
@@ -160,11 +159,11 @@ def load_trained(
         own = parameter_dtype(bf16=settings.bf16, fp16=settings.fp16)
         if checkpoint.CONVERTED_FROM in state.settings:  # may be float64, in which nothing trains
             own = checkpoint.parameters_dtype(found)
-        return [str(found), kind_found, state.iteration, settings.to_json(), read, str(own).removeprefix("torch.")]
+        return [str(found), kind_found, state.iteration, asdict(settings), read, str(own).removeprefix("torch.")]
 
     name, kind_found, steps, values, read, own = on_rank_zero(grid.world, described)
     found = Path(name)
-    settings = _CONFIGS[kind_found](**values)
+    settings = TASKS[kind_found].settings(**values)
 
     def fill(model: GPT | BERT) -> None:
         checkpoint.load_model(found, model, grid.world, verify=verify)
@@ -186,7 +185,7 @@ def _load_other(
             if iteration is not None:
                 raise UsageError(f"--ckpt-step {iteration}: --load {load} is no run; leave it out")
             require_kind(load, other, kind)
-            settings: TransformerTrainConfig = settings_of_other(_CONFIGS[other.kind], other, load)
+            settings: TransformerSettings = settings_of_other(TASKS[other.kind].settings, other, load)
             multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
             settings = replace(
                 settings, tensor_model_parallel_size=grid.tensor.size, make_vocab_size_divisible_by=multiple,
@@ -194,9 +193,9 @@ def _load_other(
                 pipeline_model_parallel_size=grid.pipeline.size,
             )  # fmt: skip
             _require_split(settings, grid)
-            return settings.to_json()
+            return asdict(settings)
 
-        settings = _CONFIGS[other.kind](**on_rank_zero(grid.world, described))
+        settings = TASKS[other.kind].settings(**on_rank_zero(grid.world, described))
 
         def fill(model: GPT | BERT) -> None:
             fill_model(load, other, model, model.config, grid.world)
@@ -205,22 +204,22 @@ def _load_other(
         return _trained(fill, settings, grid, asked_or_found, place, 0, tokenizer)
 
 
-def _require_split(settings: TransformerTrainConfig, grid: ProcessGrid) -> None:
+def _require_split(settings: TransformerSettings, grid: ProcessGrid) -> None:
     """Raise UsageError unless the model splits over the grid. Not collective."""
-    settings.require_split(grid.world.size)
+    require_split(task_of(settings).model(), settings, grid.world.size)
     stages, layers = grid.pipeline.size, settings.num_layers
     named = f"--pipeline-model-parallel-size {stages}"
     require(stages <= layers, f"{named}: must be at most {layers}, the layers of the model")
 
 
 def _trained(
-    fill: Callable[[GPT | BERT], None], settings: TransformerTrainConfig, grid: ProcessGrid, dtype: torch.dtype,
+    fill: Callable[[GPT | BERT], None], settings: TransformerSettings, grid: ProcessGrid, dtype: torch.dtype,
     found: Path, steps: int, tokenizer: str | os.PathLike[str] | None,
     read: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
     """The result of `load_trained`. read: the checkpoint's record of the data (`SampleStream.record`). Collective."""
     with unfilled_parameters():
-        model = settings.stage(grid, dtype)
+        model = task_of(settings).stage(grid, dtype)
     fill(model)
     model.requires_grad_(False).to(grid.world.device).eval()
     vocabulary = None if read is None else read["vocabulary"]
@@ -236,10 +235,10 @@ def _trained(
         print(said, file=sys.stderr, flush=True)
     sources = [] if read is None else [SourceRecord(**one) for one in read["sources"] if one["identity"]]
     ends = on_every_rank(grid.world, lambda: _end_tokens(settings, text))
-    return Trained(model, settings, settings.task, found, steps, sources, ends, text, problem)
+    return Trained(model, settings, settings.kind, found, steps, sources, ends, text, problem)
 
 
-def _end_tokens(settings: TransformerTrainConfig, text: Tokenizer | None) -> list[int]:
+def _end_tokens(settings: TransformerSettings, text: Tokenizer | None) -> list[int]:
     """Those at which transformers ends a text of the model that the run came from, or the tokenizer's end of a text."""
     with usage_errors("--load: "):
         found = None if settings.hf_files is None else end_tokens(Path(settings.hf_files))
@@ -249,7 +248,7 @@ def _end_tokens(settings: TransformerTrainConfig, text: Tokenizer | None) -> lis
 
 
 def _tokenizer_of(
-    settings: TransformerTrainConfig, asked: str | os.PathLike[str] | None, vocabulary: str | None = None
+    settings: TransformerSettings, asked: str | os.PathLike[str] | None, vocabulary: str | None = None
 ) -> Tokenizer:
     """The tokenizer ``asked`` for, or the run's. Raises UsageError if there is none, or none for this vocabulary.
 
@@ -278,14 +277,14 @@ def _tokenizer_of(
 
 @contextlib.contextmanager
 def loaded(
-    config: LoadConfig, world: Communicator, *, kind: str | None = None
+    config: LoadOptions, world: Communicator, *, kind: str | None = None
 ) -> Iterator[tuple[Trained, ProcessGrid]]:
     """The trained model that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
 
     config: valid for ``world``. kind: as for `load_trained`, which raises the errors. Collective over ``world``, as is
     the end of the block.
     """
-    with watched(config, world) as comm, config.grid(comm) as grid:
+    with watched(config, world) as comm, grid_of(config, comm) as grid:
         assert config.load is not None
         dtype = None if config.dtype is None else DTYPES[config.dtype]
         trained = load_trained(

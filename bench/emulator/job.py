@@ -35,7 +35,7 @@ from bench.emulator.step import cluster, run_steps
 from bench.timing.sampling import FEWEST
 from commengine import Communicator, ProcessGrid, launch
 from commengine.mpi import load_mpi
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 WARMUP, STEPS = 1, 3
 #: what training steps call most, and sizes in bytes
@@ -69,7 +69,7 @@ def _write(world: Communicator, path: Path, found: dict[str, Any]) -> None:
         replace_json(path, found | {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")})
 
 
-def everything(world: Communicator, rank: EmulatedRank, tensors: Sequence[int], step: GPTTrainConfig) -> dict[str, Any]:
+def everything(world: Communicator, rank: EmulatedRank, tensors: Sequence[int], step: GPTSettings) -> dict[str, Any]:
     """All that a prediction needs, as JSON types. Collective over ``world``.
 
     tensors: sizes of tensor groups. step: of a run without groups, which every rank runs for itself.

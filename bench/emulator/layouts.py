@@ -9,7 +9,8 @@ from typing import Any
 
 from bench.emulator.machine import EmulatedMachine
 from tplayers import formulas
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import GPTSettings
 
 NODES, RANKS_PER_NODE = 8, 8
 #: the largest job that measures; larger ones are predicted from its measurements
@@ -46,8 +47,8 @@ class LayoutRun:
         """The share of a pass in which a stage waits by the formula, if all stages have the same work."""
         config = self.config()
         replicas = self.ranks // (self.tensor * self.stages)
-        microbatches = config.batch_size(replicas) // (config.micro_batch_size * replicas)
-        ratio = formulas.bubble(self.stages, microbatches, config.chunks)
+        microbatches = derived.batch_size(config, replicas) // (config.micro_batch_size * replicas)
+        ratio = formulas.bubble(self.stages, microbatches, derived.chunks(config))
         return ratio / (1 + ratio)
 
     @property
@@ -60,14 +61,14 @@ class LayoutRun:
         """The network and the ranks on which the measurements for this run are made."""
         return self.network, min(self.ranks, LARGEST_MEASURED)
 
-    def config(self) -> GPTTrainConfig:
+    def config(self) -> GPTSettings:
         """The settings of the run. The emulator needs a stream for each direction of a pipeline's messages."""
         return settings(**self.options, overlap_p2p_communication=self.stages > 1 or None)
 
 
-def settings(**options: Any) -> GPTTrainConfig:
+def settings(**options: Any) -> GPTSettings:
     """The settings of a run with these options of pretrain_gpt beside those of MODEL."""
-    return GPTTrainConfig(**{**MODEL, **options}, mock_data=True)
+    return GPTSettings(**{**MODEL, **options}, mock_data=True)
 
 
 def part_of(drawn: EmulatedMachine, network: str, ranks: int) -> EmulatedMachine:

@@ -18,12 +18,12 @@ from bench.emulator.layouts import MODEL, LayoutRun
 from bench.prediction.group_cost import place_of
 from commengine import UsageError
 from commengine.cost import bus_factor
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 
 
-def write_cluster(folder: Path, name: str, found: dict[str, Any], step: GPTTrainConfig, node: int) -> Path:
+def write_cluster(folder: Path, name: str, found: dict[str, Any], step: GPTSettings, node: int) -> Path:
     """The file of a cluster, for bench.predict, from what was measured on it (`bench.emulator.job.everything`).
 
     step: of one rank, which was measured, too. node: the ranks of a node.

@@ -20,7 +20,7 @@ from bench.emulator.rank import EmulatedRank, emulated
 from bench.step_study.recorder import open_trainer
 from bench.step_study.traced_step import groups_of
 from commengine import Communicator, UsageError
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class EmulatedStep:
 
 
 def run_steps(
-    world: Communicator, rank: EmulatedRank, config: GPTTrainConfig, warmup: int, steps: int
+    world: Communicator, rank: EmulatedRank, config: GPTSettings, warmup: int, steps: int
 ) -> list[EmulatedStep]:
     """Train on the emulated cluster. Collective over ``world``. A pipeline needs streams: overlap_p2p_communication."""
     with rank.device:  # a model that takes no memory

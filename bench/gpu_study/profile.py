@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from bench.gpu_study.flops import seconds
 from bench.gpu_study.rows import RowFile, finish
 from bench.step_study.recorder import open_trainer
 from commengine import Communicator
-from trainers.run.startup import read_config
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.commands import PRETRAIN_GPT
 from trainers.training.trainer import Trainer
 
 #: calls of the CUDA runtime in which the host waits for the device; cudaMemcpy without Async does, too
@@ -70,7 +70,7 @@ def waits_by_place(trainer: Trainer, device: torch.device) -> Counter[str]:
 def run(world: Communicator, given: Any) -> None:
     """Profile a step and write the counts first, then the kernels."""
     words = (TINY if given.tiny else MODEL).split()
-    config = read_config(GPTTrainConfig, [*words, "--mock-data", "--train-iters", "9"], "bench.gpu", world.size)
+    config = replace(PRETRAIN_GPT, name="bench.gpu").read([*words, "--mock-data", "--train-iters", "9"], world.size)
     trainer = open_trainer(config, world)
     found, places, alone = profiled(trainer, world.device)
     trainer.close()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from commengine.grid import divisors
 from tplayers.formulas import TransformerShape
 from trainers.presets import MIXTURES, PRESETS
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.gpt import GPTTask
 
 #: models by the short names of --model: the GPTs of Shoeybi et al. 2019 (8.3b is Table 1's, with 32 heads), and GPT-3
 MODELS = {
@@ -29,7 +30,7 @@ MODELS |= {
 }  # fmt: skip
 #: mixtures of experts, with sequences of 4,096 tokens
 MODELS |= {
-    name: GPTTrainConfig(**settings, seq_length=4096, mock_data=True).cost_shape()
+    name: GPTTask(GPTSettings(**settings, seq_length=4096, mock_data=True)).cost_shape()
     for name, settings in MIXTURES.items()
 }
 

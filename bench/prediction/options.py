@@ -13,8 +13,9 @@ from commengine.options.parser import OneLineParser
 from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
 from tplayers.formulas import TransformerShape
 from trainers import presets
-from trainers.tasks.context import METHODS
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.settings.layout import METHODS
+from trainers.tasks.kinds import task_of
 
 #: the sizes of a model, with their valid values
 SHAPE = {
@@ -37,7 +38,7 @@ LAYOUT = (
 )  # fmt: skip
 PIPELINE = ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 #: the training command's own values, for options that are not given
-DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTTrainConfig) if item.name in FAMILY + LAYOUT}
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTSettings) if item.name in FAMILY + LAYOUT}
 MICRO_BATCH = 8
 #: the defaults of a prediction that differ from the training command's, in words; --plan searches the layout
 TOLD = {
@@ -78,7 +79,7 @@ def add_options(options: OneLineParser) -> None:
     )
     add("--num-layers-per-virtual-pipeline-stage", type=int, valid=COUNT, metavar="N",
         help="interleave: each stage has several chunks of so many layers (default: one chunk)")  # fmt: skip
-    add_some(options, GPTTrainConfig, FAMILY + LAYOUT, TOLD)
+    add_some(options, GPTSettings, FAMILY + LAYOUT, TOLD)
     options.set_defaults(**dict.fromkeys(LAYOUT))
 
 
@@ -106,16 +107,16 @@ def shape_of(arguments: Any) -> TransformerShape:
         raise ValueError(f"{flag(changed[0])}: is a GPT's, and the model is a BERT")
     if known is not None and known.experts:
         raise ValueError(f"{flag(changed[0])}: --model {arguments.model} has its own")
-    config = GPTTrainConfig(
+    config = GPTSettings(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq, vocab_size=vocab,
         make_vocab_size_divisible_by=1, **family,
     )  # fmt: skip
     if config.num_query_groups is not None and not config.group_query_attention:
         raise ValueError(f"--num-query-groups {config.num_query_groups}: needs --group-query-attention")
     try:
-        return config.model().cost_shape(seq)
+        return task_of(config).model().cost_shape(seq)
     except ValueError as error:
-        raise ValueError(as_flags(str(error), GPTTrainConfig)) from None
+        raise ValueError(as_flags(str(error), GPTSettings)) from None
 
 
 def batch_of(arguments: Any) -> int | None:

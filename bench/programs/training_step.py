@@ -16,8 +16,11 @@ from safetensors.torch import load_file
 from bench.programs.step_task import StepTask
 from commengine import Communicator
 from tplayers import BERT, GPT, placements
-from trainers.tasks.bert import BERTMicrobatch, BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig, TokenMicrobatch
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.bert import BERTMicrobatch
+from trainers.tasks.gpt import TokenMicrobatch
+from trainers.tasks.kinds import task_of
 from trainers.tasks.training import new_model
 from trainers.training.trainer import Trainer
 
@@ -66,12 +69,12 @@ def _bert_microbatch(task: StepTask, part: slice, numbers: tuple[int, ...]) -> B
     return BERTMicrobatch(tokens, types, lengths, of_masked, order, positions, numbers, task.vocab_size)
 
 
-def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTTrainConfig | BERTTrainConfig:
+def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTSettings | BERTSettings:
     """The settings with which the training command would run the task's steps.
 
     Raises UsageError where ``ranks`` cannot.
     """
-    of_model: type[GPTTrainConfig | BERTTrainConfig] = BERTTrainConfig if task.model == "bert" else GPTTrainConfig
+    of_model: type[GPTSettings | BERTSettings] = BERTSettings if task.model == "bert" else GPTSettings
     config = of_model(
         num_layers=task.num_layers, hidden_size=task.hidden_size, num_attention_heads=task.num_attention_heads,
         seq_length=task.seq_length, vocab_size=task.vocab_size, make_vocab_size_divisible_by=1, mock_data=True,
@@ -80,7 +83,7 @@ def config_of(task: StepTask, ranks: int, tensor: int, *, overlap: bool) -> GPTT
         lr=task.lr, min_lr=0.0, lr_decay_style="constant", weight_decay=task.weight_decay, clip_grad=task.clip_grad,
         overlap_grad_reduce=overlap,
     )  # fmt: skip
-    config.validate(ranks)
+    require_valid(config, ranks)
     return config
 
 
@@ -101,9 +104,9 @@ def load(model: GPT | BERT, path: str) -> None:
 def make_trainer(world: Communicator, task: StepTask, tensor: int, *, overlap: bool) -> Trainer:
     """A trainer of the task. Collective over ``world``; the caller closes it."""
     config = config_of(task, world.size, tensor, overlap=overlap)
-    grid, model = new_model(config, world, config.stage)
+    grid, model = new_model(config, world, task_of(config).stage)
     load(model, task.weights)
-    return Trainer(config, grid, model, config.objective(), TaskBatches(task, grid.data))
+    return Trainer(config, grid, model, task_of(config).objective(), TaskBatches(task, grid.data))
 
 
 @contextmanager

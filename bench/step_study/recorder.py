@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,21 +12,19 @@ from commengine import Communicator, UsageError
 from commengine.options.declared import make_writable
 from commengine.rank_zero import on_every_rank
 from trainers import presets
-from trainers.run.startup import read_config
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.tasks.commands import PRETRAIN
+from trainers.tasks.kinds import task_of
 from trainers.training.trainer import Trainer
 
 #: the settings of the training commands whose steps can be traced
-TracedConfig: TypeAlias = GPTTrainConfig | BERTTrainConfig
-CONFIGS: dict[str, type[TracedConfig]] = {kind.task: kind for kind in (GPTTrainConfig, BERTTrainConfig)}
+TracedConfig: TypeAlias = GPTSettings | BERTSettings
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``, which says of which training command the other options are."""
     parser.add_argument(
-        "--model", choices=tuple(CONFIGS),
+        "--model", choices=tuple(PRETRAIN),
         help="the step is that of pretrain_gpt or pretrain_bert, and so are the other options (default: the one that "
         "--preset belongs to, or gpt)",
     )  # fmt: skip
@@ -40,13 +39,13 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
         given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         given.add_argument("--preset", nargs="?")
         preset = presets.PRESETS.get(given.parse_known_args(rest)[0].preset or "")
-        model = GPTTrainConfig.task if preset is None else preset.task
-    config = read_config(CONFIGS[model], rest, command, ranks)
+        model = "gpt" if preset is None else preset.task
+    config: TracedConfig = replace(PRETRAIN[model], name=command).read(rest, ranks)
     if config.compile:
         raise UsageError(
             "--compile: a compiled graph runs no hooks, so its collectives belong to no layer; leave it out"
         )
-    if isinstance(config, GPTTrainConfig) and config.num_experts is not None:
+    if isinstance(config, GPTSettings) and config.num_experts is not None:
         raise UsageError(f"--num-experts {config.num_experts}: the formulas of a step know no experts; leave it out")
     if config.deterministic:
         raise UsageError(
@@ -57,17 +56,19 @@ def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: 
 
 def to_json(config: TracedConfig) -> dict[str, Any]:
     """The model and its settings, as JSON types."""
-    return {"model": config.task, "config": config.to_json()}
+    return {"model": config.kind, "config": asdict(config)}
 
 
 def from_json(found: Mapping[str, Any]) -> TracedConfig:
     """The settings that `to_json` wrote, among other things in ``found``."""
-    return CONFIGS[found["model"]](**found["config"])
+    config: TracedConfig = PRETRAIN[found["model"]].settings(**found["config"])
+    return config
 
 
 def open_trainer(config: TracedConfig, comm: Communicator) -> Trainer:
     """The trainer of a study's steps. Collective over ``comm``; the caller closes it."""
-    return transformer_trainer(config, comm, on_every_rank(comm, config.open_corpus))
+    task = task_of(config)
+    return task.new_trainer(comm, on_every_rank(comm, task.open_corpus))
 
 
 def make_folder(folder: Path, option: str, patterns: Collection[str], *, overwrite: bool) -> None:

@@ -14,6 +14,8 @@ from bench.step_study.traced_step import TracedStep
 from commengine import GridLayout
 from tplayers import ModelPart, formulas
 from trainers.pipeline.orders import order
+from trainers.settings import derived
+from trainers.tasks.kinds import task_of
 
 from .recorder import TracedConfig
 
@@ -26,11 +28,12 @@ def stage_rows(config: TracedConfig, ranks: Sequence[Sequence[TracedStep]]) -> l
     if all stages have the same work, (p - 1) / (v m + p - 1) [P, section 2.2]. scheduled: that share in the same
     schedule with the stages' own times and messages that take none, of the medians over the steps.
     """
-    stages, chunks = config.pipeline_model_parallel_size, config.chunks
+    stages, chunks = config.pipeline_model_parallel_size, derived.chunks(config)
     if stages == 1:
         return []
     layout = GridLayout(len(ranks), config.tensor_model_parallel_size, pipeline=stages)
-    microbatches, parts = config.batch_size(layout.data) // (config.micro_batch_size * layout.data), config.parts()
+    microbatches = derived.batch_size(config, layout.data) // (config.micro_batch_size * layout.data)
+    parts = task_of(config).parts()
     orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
     free = formulas.bubble(stages, microbatches, chunks)
     rows = []

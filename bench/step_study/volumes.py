@@ -16,7 +16,10 @@ from typing import Any
 from commengine import GridLayout
 from tplayers import ModelPart, formulas
 from tplayers.formulas import Collective
-from trainers.tasks.bert import BERTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import BERTSettings
+from trainers.tasks.bert import BERTTask
+from trainers.tasks.kinds import task_of
 
 from .recorder import TracedConfig
 from .spans import chunk_of
@@ -28,7 +31,7 @@ SOURCES = (
     "[K] Korthikanti et al. 2022, sections 4.2.2 (sequence parallelism) and 5 (recomputation); "
     "[Z] Rajbhandari et al. 2020, ZeRO, sections 5.1 and 7; [P] Narayanan et al. 2021, section 4.1 (messages between "
     "stages); [U] Jacobs et al. 2023 and [R] Liu et al. 2023 (shared sequences). The others are this trainer's own: "
-    "commengine/cost/step.py"
+    "tplayers/formulas/step.py"
 )
 #: endings of the names of parameters that act on sequence shards: each rank has a part of their gradient [K]
 PARTIAL = (
@@ -87,7 +90,7 @@ def partial_elements(buckets: Sequence[Sequence[tuple[str, int, int]]], rank: in
 
 def shape_of(config: TracedConfig) -> formulas.TransformerShape:
     """The model's shape, with its padded vocabulary and heads."""
-    return config.model().cost_shape(config.seq_length, config.task, config.tensor_model_parallel_size)
+    return task_of(config).cost_shape()
 
 
 def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
@@ -96,10 +99,10 @@ def choices(config: TracedConfig) -> tuple[bool, bool, int | None]:
     Returns whether norms come after the sums, whether there is a head for the order of sentences, and the predictions
     that `formulas.tensor_parallel_collectives` takes.
     """
-    if not isinstance(config, BERTTrainConfig):
+    if not isinstance(config, BERTSettings):
         return False, False, None
     unit = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    predictions = _rounded_up(config.rules().predictions, unit)
+    predictions = _rounded_up(BERTTask(config).rules().predictions, unit)
     return config.norm_placement == "post", not config.bert_no_binary_head, predictions
 
 
@@ -107,7 +110,7 @@ def parameter_sizes(config: TracedConfig, part: ModelPart) -> list[tuple[str, in
     """(name, elements) of each parameter of a rank that has this part of the model."""
     post_norm, order_head, _ = choices(config)
     found = formulas.parameter_sizes(
-        shape_of(config), config.tensor_model_parallel_size, positions=config.positions, post_norm=post_norm,
+        shape_of(config), config.tensor_model_parallel_size, positions=derived.positions(config), post_norm=post_norm,
         order_head=order_head,
     )  # fmt: skip
     return [(name, size) for name, size in found if _has(part, name, tied=not shape_of(config).untied)]
@@ -136,7 +139,7 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     zero1, replicas = config.use_distributed_optimizer, data * context
     of_replicas = "data" if context == 1 else "replicas"
     place, stages = layout.place(rank), layout.pipeline
-    part = config.parts()[place["pipeline"]]
+    part = task_of(config).parts()[place["pipeline"]]
     half = config.bf16 or config.fp16
     shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
     recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
@@ -146,10 +149,10 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
     )  # fmt: skip
     model += formulas.loss_collectives(here, batch, tensor, together=True, predictions=predictions)
-    times = config.batch_size(data) // (batch * data)
+    times = derived.batch_size(config, data) // (batch * data)
     shared = formulas.key_value_collectives(here, batch, tensor, element_bytes=size, recompute=recompute)
     attention = formulas.context_collectives(
-        shape, batch, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
+        shape, batch, tensor, context, derived.context_method(config), element_bytes=size, recompute=recompute,
         order_head=order_head,
     )  # fmt: skip
     in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
@@ -160,7 +163,7 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     ]
     if stages > 1:
         sent = formulas.stage_messages(
-            here, batch, place["pipeline"], stages, times, config.chunks, element_bytes=size,
+            here, batch, place["pipeline"], stages, times, derived.chunks(config), element_bytes=size,
             shards=tensor if config.sequence_parallel else 1,
         )  # fmt: skip
         found += [Expected("pipeline", one) for one in sent]

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.step_study import recorder, volumes
 from commengine.cost import FittedModel, Link, Machine, collective
+from trainers.settings import derived
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def step_on(ranks: int, step: dict[str, Any], here: tuple[float, float], machine
     if ranks % tensor:
         raise ValueError(f"{ranks} ranks hold no whole number of tensor groups of {tensor}")
     data = ranks // tensor
-    batch = config.batch_size(before) * data // before
+    batch = derived.batch_size(config, before) * data // before
 
     def reduced(replicas: int, batch: int) -> tuple[float, float]:
         """The seconds of the data group's collectives, and the bytes of the largest."""
@@ -86,6 +87,6 @@ def step_on(ranks: int, step: dict[str, Any], here: tuple[float, float], machine
 
     there, largest = reduced(data, batch)
     seconds, waiting = here
-    longer = max(-waiting, there - reduced(before, config.batch_size(before))[0])
+    longer = max(-waiting, there - reduced(before, derived.batch_size(config, before))[0])
     total = seconds + longer
     return ProjectedStep(total, waiting + longer, batch * config.seq_length / total, largest)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from commengine import UsageError
+from commengine.errors import UsageError
 
 from .reading import RESULTS_BYTES, InputFileError, read_text
 

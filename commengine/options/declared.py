@@ -8,7 +8,7 @@ import shlex
 import types
 import typing
 from argparse import BooleanOptionalAction
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,6 @@ Settings = TypeVar("Settings", bound="DataclassInstance")
 def option(
     default: Any, text: str, *, choices: Sequence[str] | None = None, fixed: bool = False,
     default_of: str | None = None, words: bool = False, short: str | None = None,
-    sets: Callable[[Any, str, Callable[[str], Any]], Mapping[str, Any]] | None = None,
 ) -> Any:  # fmt: skip
     """A dataclass field that is also a flag. Its type says which values are valid: ``Annotated[int, AT_LEAST_ONE]``.
 
@@ -36,12 +35,10 @@ def option(
     text: the flag's help. choices: the valid words. fixed: a run that goes on from a checkpoint must have the
     checkpoint's value. default_of: the field whose value this one has when it is None. words: the flag takes one word
     or several, a YAML file a string or a list; the field is then a string or a list of strings. short: another name of
-    the flag, such as "-i". sets: gives the values of other fields that the option's word stands for; flags and files
-    win over these. It is called with the settings' class, the word, and a function that tells the value of another
-    option by its field's name, None if it is not given.
+    the flag, such as "-i".
     """
-    about = {"help": text, "choices": choices, "fixed": fixed, "default_of": default_of, "words": words}
-    return field(default=default, metadata=about | {"sets": sets, "short": short})
+    about = {"help": text, "choices": choices, "fixed": fixed, "default_of": default_of, "words": words, "short": short}
+    return field(default=default, metadata=about)
 
 
 def ranges_of(kind: type[DataclassInstance]) -> dict[str, tuple[ValidRange, ...]]:
@@ -53,41 +50,31 @@ def ranges_of(kind: type[DataclassInstance]) -> dict[str, tuple[ValidRange, ...]
     return found
 
 
-def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str) -> Settings:
+def parse(kind: type[Settings], argv: Sequence[str] | None, prog: str, **more: Any) -> Settings:
     """The settings of dataclass ``kind`` from the flags in ``argv`` and from ``--config FILE``; flags win.
 
-    argv: None for the arguments of this process. Raises OptionError, UsageError for a word that sets nothing (`option`,
-    sets), and SystemExit for --help.
+    argv: None for the arguments of this process. more: for `argparse`. Raises OptionError, and SystemExit for --help.
     """
-    given, made = values_of(kind, parser_of(kind, prog), argv)
-    return kind(**made | given)
+    return kind(**values_of(kind, parser_of(kind, prog, **more), argv))
 
 
-def values_of(
-    kind: type[DataclassInstance], parser: Parser, argv: Sequence[str] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of fields of dataclass ``kind`` that a command line gives, and those that its words set (`option`).
-
-    parser: of `parser_of`. Otherwise as `parse`.
-    """
+def values_of(kind: type[DataclassInstance], parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """The values of the fields of dataclass ``kind`` that a command line gives. parser: of `parser_of`."""
     read = vars(parser.parse_args(argv))
     read.pop("config")
     given = {name: value for name, value in read.items() if value is not None}
-    made: dict[str, Any] = {}
     for item in fields(kind):
         if item.metadata["words"] and len(given.get(item.name, ())) == 1:
             (given[item.name],) = given[item.name]
-        if item.metadata["sets"] is not None and item.name in given:
-            made |= item.metadata["sets"](kind, given[item.name], given.get)
-    return given, made
+    return given
 
 
-def parser_of(kind: type[DataclassInstance], prog: str, foreign: Foreign | None = None) -> Parser:
-    """A parser of the options of dataclass ``kind``: an option that is not given is None. foreign: for `Parser`.
+def parser_of(kind: type[DataclassInstance], prog: str, foreign: Foreign | None = None, **more: Any) -> Parser:
+    """A parser of the options of dataclass ``kind``: an option that is not given is None. foreign, more: for `Parser`.
 
     It checks no ranges; `require_ranges` does.
     """
-    parser, hints = Parser(foreign, prog=prog), typing.get_type_hints(kind)
+    parser, hints = Parser(foreign, prog=prog, **more), typing.get_type_hints(kind)
     for item in fields(kind):
         _add(parser, item, hints[item.name], default=None)
     return parser

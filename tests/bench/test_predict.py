@@ -19,7 +19,8 @@ from tplayers import formulas
 from tplayers.formulas import TransformerShape
 from trainers import presets
 from trainers.presets import PRESETS
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 
 DGX_2H = cluster.load("dgx-2h")
 LAYOUT_FIELDS = [field.name for field in fields(Layout)]
@@ -220,12 +221,12 @@ def test_the_llama_family_has_the_trainers_shape(tmp_path, capsys):
     assert call(*LLAMA_8B, *LLAMA, "--tensor-model-parallel-size", "4", "--json", str(path)) == 0
     found = json.loads(path.read_text())
     assert found["model"]["parameters"] == 8_030_261_248
-    shape = GPTTrainConfig(
+    shape = task_of(GPTSettings(
         num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=8192, vocab_size=128256,
         make_vocab_size_divisible_by=1, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
         disable_bias_linear=True, group_query_attention=True, num_query_groups=8, ffn_hidden_size=14336,
         untie_embeddings_and_output_weights=True,
-    ).model().cost_shape(8192)  # fmt: skip
+    )).model().cost_shape(8192)  # fmt: skip
     assert {name: found["model"][name] for name in asdict(shape)} == asdict(shape)
     kept = formulas.KeptTensors(hidden_dropout=False, scores="none", sends_together=True)
     assert found["memory_bytes"] == formulas.training_bytes(shape, 1, 4, 1, kept)
@@ -378,7 +379,7 @@ def test_recomputation_is_the_trainers_unless_it_is_given(tmp_path):
     ):
         assert call(*argv, "--json", tmp_path / "step.json") == 0
         assert json.loads((tmp_path / "step.json").read_text())["layout"]["recompute"] == recompute
-    assert GPTTrainConfig().recompute_granularity in (None, "none")
+    assert GPTSettings().recompute_granularity in (None, "none")
 
 
 @pytest.mark.parametrize(

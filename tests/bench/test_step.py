@@ -16,6 +16,8 @@ from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
 from commengine import CollectiveEvent, UsageError
 from tests.support import mpirun
 from tplayers import formulas
+from trainers.tasks.commands import PRETRAIN_GPT
+from trainers.tasks.kinds import task_of
 
 TINY = [
     "--mock-data", "--vocab-size", "100", "--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -255,14 +257,11 @@ def test_each_collective_belongs_to_the_layer_that_ran_it(world):
     from bench.step_study.traced_step import trace_steps
     from commengine import Communicator
     from trainers.data.corpus import open_corpus
-    from trainers.megatron_flags.parsing import parse
-    from trainers.tasks.gpt import GPTTrainConfig
-    from trainers.tasks.training import transformer_trainer
 
     options = [*TINY, *TP2, "--recompute-granularity", "full", "--overlap-grad-reduce",
                "--async-tensor-model-parallel-allreduce"]  # fmt: skip
-    config = parse(GPTTrainConfig, options, "test")
-    trainer = transformer_trainer(config, world, open_corpus(config))
+    config = PRETRAIN_GPT.parse(options)
+    trainer = task_of(config).new_trainer(world, open_corpus(config))
     layers, embedding = list(trainer.model.layers), trainer.model.embedding
     named = [(name, parameter.numel()) for name, parameter in trainer.model.named_parameters()]
     assert formulas.parameter_sizes(volumes.shape_of(config), 2) == named
@@ -376,8 +375,8 @@ def test_parameters_of_a_bert_are_the_models(placement, alone):
     given = step.read(options + ["--bert-no-binary-head"] * alone, 2)
     config = recorder.from_json(given)
     with torch.device("meta"):
-        model = tplayers.BERT(config.model(), SimpleNamespace(size=2, rank=1))
-    sizes = volumes.parameter_sizes(config, *config.parts())
+        model = tplayers.BERT(task_of(config).model(), SimpleNamespace(size=2, rank=1))
+    sizes = volumes.parameter_sizes(config, *task_of(config).parts())
     assert sizes == [(name, parameter.numel()) for name, parameter in model.named_parameters()]
     partial = {name for name, placed in tplayers.placements(model).items() if placed.partial}
     assert {name for name, _ in sizes if name.endswith(volumes.PARTIAL)} == partial
@@ -424,8 +423,10 @@ def test_layers_fold_only_where_all_are_alike():
 
 @pytest.mark.mpi(min_size=2)
 def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
-    original = volumes.cost.loss_collectives
-    monkeypatch.setattr(volumes.cost, "loss_collectives", lambda *args, **_: original(*args))  # three, as the paper has
+    original = volumes.formulas.loss_collectives
+    monkeypatch.setattr(
+        volumes.formulas, "loss_collectives", lambda *args, **_: original(*args)
+    )  # three, as the paper has
     assert step.main(world, [*TINY, *TP2, "--warmup", "0", "--steps", "1"]) == 1
     if world.rank == 0:
         printed = capsys.readouterr().out

@@ -11,6 +11,7 @@ from bench.step_study import recorder, stages, volumes
 from bench.step_study.spans import Span
 from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
 from tests.bench.test_step import BERT, LLAMA, TINY, TP2, traced_by_formulas
+from trainers.tasks.kinds import task_of
 
 PP2 = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
 INTERLEAVED = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
@@ -80,9 +81,9 @@ def test_each_parameter_belongs_to_the_stage_that_has_it(shape, untied):
         pytest.skip("a BERT's output layer is tied")
     config = recorder.from_json(step.read([*TINY, *PP2, *shape, *untied], 2))
     kind = tplayers.BERT if "bert" in shape else tplayers.GPT
-    for part in config.parts():
+    for part in task_of(config).parts():
         with torch.device("meta"):
-            model = kind(config.model(), SimpleNamespace(size=1, rank=0), part=part)
+            model = kind(task_of(config).model(), SimpleNamespace(size=1, rank=0), part=part)
         named = [(name, parameter.numel()) for name, parameter in model.named_parameters()]
         assert volumes.parameter_sizes(config, part) == named
 

@@ -6,7 +6,7 @@ from commengine import UsageError
 from tests.support.faults import runs
 from tests.support.faults.parts import Case
 from trainers.checkpoints import checkpoint, pointer
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "checksums", "../latest")
 #: of so many flips, one is tried with the whole command under mpiexec; the others in this process
@@ -46,7 +46,7 @@ def load(folder):
     try:
         found = checkpoint.find(folder)
         assert found is not None
-        checkpoint.read_state(found, TrainConfig(global_batch_size=8))
+        checkpoint.read_state(found, TrainSettings(global_batch_size=8))
         checkpoint.compare(found)
     except UsageError as error:
         return str(error)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.training.command_job import CommandJob
+from trainers.settings.rules import require_valid
+from trainers.tasks.kinds import task_of
 
 #: a model that takes milliseconds a step, on any number of ranks up to 4
 TINY = [
@@ -88,15 +90,14 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
 def trainer() -> Iterator[Callable[..., Any]]:
     """``trainer(world, **settings)``: a Trainer of a tiny GPT on mock data; closed when the test ends."""
     from trainers.data.corpus import open_corpus
-    from trainers.tasks.gpt import GPTTrainConfig
-    from trainers.tasks.training import transformer_trainer
+    from trainers.settings.commands import GPTSettings
 
     made: list[Any] = []
 
     def trainer(world: Any, **settings: Any) -> Any:
-        config = GPTTrainConfig(**(MINIATURE | settings))
-        config.validate(world.size)
-        made.append(transformer_trainer(config, world, open_corpus(config)))
+        config = GPTSettings(**(MINIATURE | settings))
+        require_valid(config, world.size)
+        made.append(task_of(config).new_trainer(world, open_corpus(config)))
         return made[-1]
 
     yield trainer

@@ -16,7 +16,8 @@ from tests.support import mpirun
 from tests.support.weights.hugging_face import to_hugging_face
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 
 pytestmark = pytest.mark.slow
 
@@ -169,10 +170,10 @@ def test_greedy_texts_are_those_of_transformers(outcomes, folder):
     tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
     (state,) = folder.glob("gpt/*/state.json")
     kept = {key: value for key, value in json.loads(state.read_text())["settings"].items() if key in ("vocab_size",)}
-    shape = GPTTrainConfig(
+    shape = task_of(GPTSettings(
         num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=POSITIONS, make_vocab_size_divisible_by=128,
         mock_data=True, **kept,
-    ).model()  # fmt: skip
+    )).model()  # fmt: skip
     peer = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=shape.vocab_size, n_positions=POSITIONS, n_embd=32, n_layer=2, n_head=4,

@@ -12,11 +12,14 @@ from commengine import UsageError
 from commengine.options.ranges import OptionError
 from tplayers import BERT, GPT, formulas
 from trainers import presets
-from trainers.finetuning.config import FinetuneConfig
-from trainers.megatron_flags.parsing import parse
+from trainers.finetuning.completing import COMMAND as FINETUNE
+from trainers.finetuning.completing import scheduled
+from trainers.finetuning.settings import FinetuneSettings
 from trainers.presets import PRESETS
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT
+from trainers.tasks.kinds import task_of
 
 #: Tables 1, 2 and 4: layers, hidden size, heads, parameters as published, billions of them
 TABLES = {
@@ -40,9 +43,9 @@ def parameters_of_a_rank(preset, tensor=1, **more):
     group = SimpleNamespace(size=tensor, rank=0)
     with torch.device("meta"):
         if preset.task == "gpt":
-            model = GPT(GPTTrainConfig(**values).model(), group)
+            model = GPT(task_of(GPTSettings(**values)).model(), group)
         else:
-            model = BERT(BERTTrainConfig(**values).model(), group)
+            model = BERT(task_of(BERTSettings(**values)).model(), group)
     assert all(parameter.is_meta for parameter in model.parameters())
     return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
 
@@ -101,30 +104,30 @@ def test_tensor_sizes_are_the_papers_and_else_the_smallest_for_32_gb():
 def test_flags_win_over_files_and_files_over_the_preset(tmp_path):
     (tmp_path / "mine.yaml").write_text("lr: 3.0e-4\nmin_lr: 2.0e-5\nmock-data: true\n")
     argv = ["--preset", "gpt-1.2b", "--config", str(tmp_path / "mine.yaml"), "--min-lr", "3e-5", "--train-iters", "7"]
-    config = parse(GPTTrainConfig, argv, "pretrain_gpt")
+    config = PRETRAIN_GPT.parse(argv)
     assert (config.num_layers, config.hidden_size, config.lr_warmup_iters) == (40, 1536, 3000)
     assert (config.lr, config.min_lr, config.train_iters, config.mock_data) == (3e-4, 3e-5, 7, True)
     in_file = tmp_path / "named.yaml"
     in_file.write_text("preset: gpt-2.5b\nhidden-dropout: 0.0\nrecompute-granularity: none\n")
-    config = parse(GPTTrainConfig, ["--config", str(in_file)], "pretrain_gpt")
+    config = PRETRAIN_GPT.parse(["--config", str(in_file)])
     assert (config.preset, config.num_layers, config.hidden_dropout) == ("gpt-2.5b", 54, 0.0)
-    assert config.model().recompute is None
-    assert parse(GPTTrainConfig, ["--preset", "gpt-355m"], "pretrain_gpt").model().recompute == "full"
-    assert parse(GPTTrainConfig, [], "pretrain_gpt") == GPTTrainConfig()
+    assert task_of(config).model().recompute is None
+    assert task_of(PRETRAIN_GPT.parse(["--preset", "gpt-355m"])).model().recompute == "full"
+    assert PRETRAIN_GPT.parse([]) == GPTSettings()
 
 
 def test_a_bert_of_the_paper_in_its_command():
-    config = parse(BERTTrainConfig, ["--preset", "bert-3.9b", "--mock-data"], "pretrain_bert")
-    config.validate(8)
-    model = config.model()
+    config = PRETRAIN_BERT.parse(["--preset", "bert-3.9b", "--mock-data"])
+    require_valid(config, 8)
+    model = task_of(config).model()
     assert (model.num_layers, model.hidden_size, model.recompute) == (48, 2560, "full")
     # Figure 7 b, GELU by the error function, and the sentence-order head: the command's defaults
     assert (model.norm_placement, model.gelu, model.binary_head) == ("pre", "erf", True)
     assert (config.seq_length, config.tensor_model_parallel_size, config.global_batch_size) == (512, 4, 1024)
     with pytest.raises(UsageError, match="--tensor-model-parallel-size 4: does not divide the 2"):
-        config.validate(2)
+        require_valid(config, 2)
     with pytest.raises(UsageError, match="--preset gpt-355m: is a model of pretrain_gpt; valid here: bert-336m"):
-        parse(BERTTrainConfig, ["--preset", "gpt-355m"], "pretrain_bert")
+        PRETRAIN_BERT.parse(["--preset", "gpt-355m"])
 
 
 @pytest.mark.parametrize(
@@ -138,9 +141,9 @@ def test_a_bert_of_the_paper_in_its_command():
     ],
 )
 def test_ranks_that_do_not_divide_are_told_what_does(argv, ranks, message):
-    config = parse(GPTTrainConfig, ["--mock-data", "--preset", *argv], "pretrain_gpt")
+    config = PRETRAIN_GPT.parse(["--mock-data", "--preset", *argv])
     with pytest.raises(UsageError, match=message):
-        config.validate(ranks)
+        require_valid(config, ranks)
 
 
 #: all parameters and those of a token: Jiang et al. 2024 and the model cards; Mixtral's from its published weights
@@ -153,21 +156,21 @@ MIXTURES = {
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", presets.MIXTURES)
 def test_a_mixture_of_experts_has_the_published_counts(name):
-    config = parse(GPTTrainConfig, ["--preset", name, "--mock-data", "--seq-length", "512"], "pretrain_gpt")
-    config.validate(8)
+    config = PRETRAIN_GPT.parse(["--preset", name, "--mock-data", "--seq-length", "512"])
+    require_valid(config, 8)
     with torch.device("meta"):
-        model = GPT(config.model(), SimpleNamespace(size=1, rank=0))
+        model = GPT(task_of(config).model(), SimpleNamespace(size=1, rank=0))
     every, active = MIXTURES[name]
-    shape = config.cost_shape()
+    shape = task_of(config).cost_shape()
     assert sum(parameter.numel() for parameter in model.parameters()) == every == formulas.parameters(shape)
     assert formulas.active_parameters(shape) == pytest.approx(active, rel=0.002)
     with pytest.raises(UsageError, match=f"--preset {name}: valid here: bert-336m"):
-        parse(BERTTrainConfig, ["--preset", name], "pretrain_bert")
+        PRETRAIN_BERT.parse(["--preset", name])
 
 
 def test_flags_make_a_preset_fit_other_ranks():
     argv = ["--mock-data", "--preset", "gpt-8.3b", "--tensor-model-parallel-size", "2", "--global-batch-size", "6"]
-    parse(GPTTrainConfig, argv, "pretrain_gpt").validate(6)
+    require_valid(PRETRAIN_GPT.parse(argv), 6)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +182,9 @@ def test_flags_make_a_preset_fit_other_ranks():
 )
 def test_a_name_that_the_command_does_not_have(name, message):
     with pytest.raises(UsageError, match=message):
-        parse(GPTTrainConfig, ["--preset", name], "pretrain_gpt")
+        PRETRAIN_GPT.parse(["--preset", name])
     with pytest.raises(OptionError, match="expected one argument"):
-        parse(GPTTrainConfig, ["--preset"], "pretrain_gpt")
+        PRETRAIN_GPT.parse(["--preset"])
 
 
 def test_the_page_shows_the_same_table():
@@ -227,7 +230,7 @@ TABLE_6 = {
 
 def finetune(folder, *words):
     """The settings that finetune reads from its flags."""
-    return parse(FinetuneConfig, ["--data", str(folder), *words], "finetune")
+    return FINETUNE.parse(["--data", str(folder), *words])
 
 
 @pytest.mark.parametrize("task", TABLE_6)
@@ -266,12 +269,12 @@ def test_the_table_of_fine_tuning_is_printed(tmp_path, capsys):
 
 def test_a_schedule_of_epochs():
     """10 samples in batches of 4 are 3 steps; what is given wins."""
-    config = FinetuneConfig(epochs=5, global_batch_size=4, save="x", lr_warmup_fraction=0.2)
-    found = config.scheduled(10, 1)
+    config = FinetuneSettings(epochs=5, global_batch_size=4, save="x", lr_warmup_fraction=0.2)
+    found = scheduled(config, 10, 1)
     assert (found.train_iters, found.eval_interval, found.save_interval, found.keep_last) == (15, 3, 3, 1)
     assert found.lr_warmup_iters == 3 and found.global_batch_size == 4
-    given = FinetuneConfig(train_iters=2, eval_interval=7, lr_warmup_iters=1, micro_batch_size=3, keep_last=4)
-    found = given.scheduled(100, 2)
+    given = FinetuneSettings(train_iters=2, eval_interval=7, lr_warmup_iters=1, micro_batch_size=3, keep_last=4)
+    found = scheduled(given, 100, 2)
     assert (found.train_iters, found.eval_interval, found.lr_warmup_iters) == (2, 7, 1)
     assert (found.global_batch_size, found.keep_last, found.save_interval) == (6, 4, None)
 
@@ -279,24 +282,24 @@ def test_a_schedule_of_epochs():
 def test_no_warm_up_is_not_the_default_warm_up():
     """It is none, whatever the fraction is."""
     for fraction in (0.06, 0.25):
-        config = FinetuneConfig(epochs=25, lr_warmup_fraction=fraction, global_batch_size=1, micro_batch_size=1)
-        assert [replace(config, lr_warmup_iters=n).scheduled(4, 1).warmup_steps for n in (0, 1, None)] == [
+        config = FinetuneSettings(epochs=25, lr_warmup_fraction=fraction, global_batch_size=1, micro_batch_size=1)
+        assert [scheduled(replace(config, lr_warmup_iters=n), 4, 1).lr_warmup_iters for n in (0, 1, None)] == [
             0, 1, int(100 * fraction),
         ]  # fmt: skip
 
 
 def test_a_warm_up_of_a_fraction_ends_before_the_decay():
     """It has steps only when the training data is read, which is after the other options are compared."""
-    config = FinetuneConfig(epochs=25, lr_warmup_fraction=0.25, lr_decay_iters=25, micro_batch_size=1)
+    config = FinetuneSettings(epochs=25, lr_warmup_fraction=0.25, lr_decay_iters=25, micro_batch_size=1)
     with pytest.raises(UsageError, match=r"--lr-warmup-fraction 0.25: is 25 of 100 steps, .* --lr-decay-iters 25"):
-        config.scheduled(4, 1)
-    assert replace(config, lr_decay_iters=26).scheduled(4, 1).lr_warmup_iters == 25
-    assert replace(config, lr_warmup_iters=24).scheduled(4, 1).lr_warmup_iters == 24
+        scheduled(config, 4, 1)
+    assert scheduled(replace(config, lr_decay_iters=26), 4, 1).lr_warmup_iters == 25
+    assert scheduled(replace(config, lr_warmup_iters=24), 4, 1).lr_warmup_iters == 24
 
 
 def test_a_run_that_keeps_the_newest_checkpoint_by_default_may_keep_every_nth(tmp_path):
-    config = FinetuneConfig(task="mnli", data=str(tmp_path), load="x", save="x", keep_every=2)
-    config.validate(1)
-    assert config.scheduled(4, 1).keep_last == 1
+    config = FinetuneSettings(task="mnli", data=str(tmp_path), load="x", save="x", keep_every=2)
+    require_valid(config, 1)
+    assert scheduled(config, 4, 1).keep_last == 1
     with pytest.raises(UsageError, match="--keep-every 2: needs"):
-        replace(config, save=None, predict="dev").validate(1)
+        require_valid(replace(config, save=None, predict="dev"), 1)

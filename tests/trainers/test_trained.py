@@ -12,10 +12,9 @@ from commengine import ProcessGrid, UsageError
 from tests.support.checkpoints import rewrite_state
 from tplayers import BERT, GPT, placements
 from trainers.checkpoints import run_state
-from trainers.data.sentences.samples import open_masked_corpus
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings.commands import BERTSettings
+from trainers.tasks.bert import BERTTask
 from trainers.trained import load_trained
 
 OLD = Path(__file__).parent / "checkpoints" / "written_by_21090a0"
@@ -117,12 +116,13 @@ def test_the_weights_are_those_of_the_file_at_every_size(world, saved, grids, to
 
 @pytest.mark.mpi
 def test_a_bert_an_older_version_and_an_iteration(world, saved, grids, shared):
-    config = BERTTrainConfig(
+    config = BERTSettings(
         num_layers=1, hidden_size=48, num_attention_heads=12, seq_length=16, vocab_size=100, mock_data=True,
         make_vocab_size_divisible_by=384, eval_iters=0, micro_batch_size=2, save=str(shared / "bert"),
         norm_placement="post", bert_no_binary_head=True,
     )  # fmt: skip
-    one = transformer_trainer(config, world, open_masked_corpus(config, config.wordpieces(), config.rules()))
+    task = BERTTask(config)
+    one = task.new_trainer(world, task.open_corpus())
     run_state.CheckpointSaver(one).start(background=False)
     one.close()
     bert = load_trained(shared / "bert", grids(sizes(world)[-1]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ from commengine import Communicator, ProcessGrid, UsageError
 from commengine.files import checksums
 from commengine.rank_zero import on_every_rank
 from tplayers import Placement, placements, whole_placements
-from trainers.config import TrainConfig
 from trainers.data.stream import MOCK, record_of_one
+from trainers.settings.commands import TrainSettings
+from trainers.settings.rules import require_resumable
 from trainers.training.optimizer import MOMENTS, Optimizer
 
 from . import disk, parallel_safetensors, pointer
@@ -104,7 +105,7 @@ def optimizer_placements(model: nn.Module, described: Mapping[str, tuple[torch.d
     return {f"{kind}.{name}": (dtype, placed) for kind, dtype in kinds.items() for name, placed in whole.items()}
 
 
-def read_state(found: Path, config: TrainConfig) -> Progress:
+def read_state(found: Path, config: TrainSettings) -> Progress:
     """The progress of the checkpoint's run. Raises UsageError where it is of another run than ``config`` or damaged.
 
     A setting that is marked as fixed (`commengine.options.declared.option`) must be the checkpoint's. One that the
@@ -117,8 +118,8 @@ def read_state(found: Path, config: TrainConfig) -> Progress:
     for item in fields(config):
         free = converted and (item.name not in state.settings or item.name == "seq_length")
         if item.metadata["fixed"] and not free:
-            _require_same(found, item.name, item.metadata["default_of"], config.to_json(), saved)
-    config.require_resumable(state.settings)
+            _require_same(found, item.name, item.metadata["default_of"], asdict(config), saved)
+    require_resumable(config, state.settings)
     return Progress(
         state.iteration,
         state.iteration if state.updates is None else state.updates,

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 
 from . import checkpoint, disk, event_files, pointer, run_folder
 
@@ -38,7 +38,7 @@ class Beginning:
     repeats: int | None = None
 
 
-def begin(settings: TrainConfig) -> Beginning:
+def begin(settings: TrainSettings) -> Beginning:
     """Decide from which checkpoint a run goes on. It changes no file. On rank 0, which holds the folder's lock.
 
     settings: complete, as a checkpoint stores them. Raises UsageError as `run_folder.checkpoint_to_load`.
@@ -59,7 +59,7 @@ def begin(settings: TrainConfig) -> Beginning:
     return Beginning(str(found), True)
 
 
-def _wrote(settings: TrainConfig, own: Path) -> bool:
+def _wrote(settings: TrainSettings, own: Path) -> bool:
     """Whether the checkpoint was written with exactly these settings. Raises UsageError if it cannot be read.
 
     Nobody knows then whether the checkpoints before it are this command's own, and going back would remove them.
@@ -69,11 +69,11 @@ def _wrote(settings: TrainConfig, own: Path) -> bool:
     except UsageError as error:
         raise UsageError(f"{error}; to go back to {settings.load} all the same, remove {own} first") from error
     defaults = {item.name: item.default for item in fields(settings) if item.default is not MISSING}
-    ours = json.loads(json.dumps(settings.to_json()))
+    ours = json.loads(json.dumps(asdict(settings)))
     return all(ours.get(name) == value for name, value in json.loads(json.dumps(defaults | dict(saved))).items())
 
 
-def settle(settings: TrainConfig, beginning: Beginning, iteration: int) -> str | None:
+def settle(settings: TrainSettings, beginning: Beginning, iteration: int) -> str | None:
     """Remove from ``--save`` what the run replaces, and what killed runs left: a line about it, or None.
 
     iteration: of the checkpoint. Before the first step, on rank 0, which holds the folder's lock. Raises OSError.

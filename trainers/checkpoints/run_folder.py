@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from commengine import UsageError
-from trainers.config import TrainConfig, of_other_program
+from trainers.settings.commands import TrainSettings
+from trainers.settings.saving import of_other_program
 
 from . import checkpoint, disk, folder_lock, pointer
 
@@ -23,7 +24,7 @@ OF_OTHERS = "hf_files"
 BATCHES = "batches"
 
 
-def checkpoint_to_load(config: TrainConfig) -> Path | None:
+def checkpoint_to_load(config: TrainSettings) -> Path | None:
     """The checkpoint that ``--load`` names. None without ``--load``, or if it is ``--save`` and holds none yet.
 
     Also None for a model of another program, such as ``hf:FOLDER``, with whose weights a new run starts.
@@ -44,7 +45,7 @@ def checkpoint_to_load(config: TrainConfig) -> Path | None:
     return found
 
 
-def own_checkpoint(config: TrainConfig) -> Path | None:
+def own_checkpoint(config: TrainSettings) -> Path | None:
     """The newest checkpoint in ``--save``, if a command like this one, which goes back there, has saved it. Else None.
 
     Like this one: with the same ``--load`` and ``--overwrite``.
@@ -65,7 +66,7 @@ def own_checkpoint(config: TrainConfig) -> Path | None:
     return newest if saved.get("load") == config.load and saved.get("overwrite") is True else None
 
 
-def require_free(config: TrainConfig) -> None:
+def require_free(config: TrainSettings) -> None:
     """Raise UsageError if ``--load`` names no checkpoint or ``--save`` holds another run. It changes no file.
 
     Also if ``--save`` and a model of another program that ``--load`` names are not apart.
@@ -105,7 +106,7 @@ def new_run(load: str) -> str:
     return f"starting a new run: no checkpoint in {load}"
 
 
-def is_in_save(config: TrainConfig, found: Path | None) -> bool:
+def is_in_save(config: TrainSettings, found: Path | None) -> bool:
     """Whether ``found`` is a checkpoint of the run in ``--save``. One that was given another name is none."""
     if found is None or config.save is None or pointer.iteration_of(found) is None:
         return False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commengine.errors import usage_errors
 from commengine.rank_zero import on_rank_zero
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 from trainers.training.interfaces import ResumableBatchSource
 from trainers.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ class CheckpointSaver:
         progress = checkpoint.Progress(trainer.iteration, optimizer.updates, scaler, optimizer.masters, data)
         later = config.async_save if background is None else background
         self._writer = CheckpointWriter(
-            Path(config.save), progress, trainer.model, optimizer, _settings(trainer).to_json(), trainer.grid,
+            Path(config.save), progress, trainer.model, optimizer, asdict(_settings(trainer)), trainer.grid,
             background=later, lost=self._lost,
         )  # fmt: skip
         if not later:
@@ -120,6 +120,6 @@ def resume(trainer: Trainer, beginning: history.Beginning | None = None) -> list
     return lines
 
 
-def _settings(trainer: Trainer) -> TrainConfig:
+def _settings(trainer: Trainer) -> TrainSettings:
     """The trainer's settings, with the size of the global batch if that was left open."""
     return replace(trainer.config, global_batch_size=trainer.batches.size)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from commengine import UsageError
 from commengine.errors import usage_errors
 from commengine.files import checksums
+from trainers.settings.data import CorpusOptions
 
 from .indexed import bin_path, checksums_path, idx_path
 from .samples import weight_of
@@ -55,6 +56,11 @@ def read_blend(data_path: str | Sequence[str]) -> list[WeightedPrefix]:
             raise UsageError(f"{given}: {prefix} is named twice; add up its weights")
         places[place] = prefix
     return found
+
+
+def blend_of(config: CorpusOptions) -> list[WeightedPrefix]:
+    """The data sets that ``--data-path`` names; none for mock data. Raises UsageError as `read_blend` does."""
+    return [] if config.data_path is None else read_blend(config.data_path)
 
 
 def require_files(blend: Sequence[WeightedPrefix]) -> None:

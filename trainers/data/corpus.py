@@ -1,4 +1,4 @@
-"""The corpus of a run: its settings, and the samples of a data set or of mock data."""
+"""The corpus of a run: the samples of data sets or of mock data, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
-from typing import Self
+from typing import TypeVar
 
 from commengine import UsageError
 from commengine.errors import usage_errors
-from commengine.options.declared import given, option, require
-from commengine.options.ranges import Length, Vocabulary
-from trainers.config import TrainConfig
+from trainers.settings.commands import TransformerSettings
+from trainers.settings.data import CorpusOptions
 
-from .blend import WeightedPrefix, read_blend, require_files, verify
+from .blend import WeightedPrefix, blend_of, require_files
 from .indexed import IndexedDataset, tokenizer_path
 from .same_data import KnownData, same_bytes, same_data, written_after_checksums
 from .samples import NoSamplesError, Samples, TokenSamples, ZipfSamples, split_documents, split_weights
 from .stream import MOCK, SampleStream, Source
 from .tokenizer import Tokenizer
 
+Options = TypeVar("Options", bound=CorpusOptions)
 Cut = Callable[[IndexedDataset, range], Samples]
 Mock = Callable[[int, int], Samples]
 
@@ -30,69 +30,30 @@ Mock = Callable[[int, int], Samples]
 MOCK_SAMPLES, MOCK_HELD_OUT = 1_000_000, 1_000
 
 
-@dataclass(frozen=True)
-class TextConfig(TrainConfig):
-    """A training run on text: the shared settings, and those of the corpus."""
+def complete_corpus(config: Options) -> Options:
+    """The settings with the tokenizer's path and its vocabulary.
 
-    seq_length: Length = option(1024, "tokens of a sample", fixed=True)
-    data_path: str | Sequence[str] | None = option(
-        None,
-        "PREFIX of PREFIX.bin and PREFIX.idx, as preprocess_data writes them; or a blend, WEIGHT PREFIX WEIGHT PREFIX "
-        "..., in which a sample comes from a data set with the probability of its weight (of any scale). The held-out "
-        "loss of a blend is the mean over the held-out parts of its data sets by the same weights",
-        words=True,
-    )
-    split: str = option("969,30,1", "weights of the training, validation and test documents", fixed=True)
-    mock_data: bool = option(False, "train on tokens drawn from a Zipf distribution, without files", fixed=True)
-    verify_data: bool = option(
-        False, "before training, compare all files of --data-path with their checksums, which preprocess_data wrote"
-    )
-    vocab_size: Vocabulary | None = option(None, "tokens of the vocabulary (default: the tokenizer's)", fixed=True)
-    tokenizer_model: str | None = option(None, "a tokenizer.json (default PREFIX-tokenizer.json if it exists)")
+    Raises UsageError where the files are not there, or there is no vocabulary.
+    """
+    with usage_errors(""):
+        split_weights(config.split)
+    blend = blend_of(config)
+    require_files(blend)
+    path = shared_tokenizer(blend, config.tokenizer_model)
+    if path is None:
+        if config.vocab_size is None:
+            raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
+        return config
+    size = read_tokenizer(path).vocab_size
+    if config.vocab_size is not None and config.vocab_size < size:
+        raise UsageError(f"--vocab-size {config.vocab_size}: the tokenizer {path} has {size} tokens")
+    return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        with usage_errors(""):
-            split_weights(self.split)
-        require(
-            not self.sequence_parallel or self.seq_length % self.tensor_model_parallel_size == 0,
-            f"{given(self, 'seq_length')}: with --sequence-parallel it must be a multiple of "
-            f"{given(self, 'tensor_model_parallel_size')}",
-        )
-        if self.mock_data:
-            require(self.data_path is None, "--mock-data: cannot go with --data-path; leave one of them out")
-            require(self.vocab_size is not None, "--mock-data: needs --vocab-size V")
-            require(not self.verify_data, "--verify-data: mock data has no files; leave it out")
-            return
-        require(self.data_path is not None, "--data-path: needed: PREFIX of a data set, or --mock-data --vocab-size V")
-        require_files(self.blend())
 
-    def blend(self) -> list[WeightedPrefix]:
-        """The data sets that ``--data-path`` names; none for mock data. Raises UsageError as `read_blend` does."""
-        return [] if self.data_path is None else read_blend(self.data_path)
-
-    def verify_files(self, part: int, parts: int) -> int:
-        """With ``--verify-data``, read this rank's share of the data sets (`verify`). Returns its bytes."""
-        return verify(self.blend(), part, parts) if self.verify_data else 0
-
-    def remarks(self) -> list[str]:
-        """A line for each data set with a file that is newer than its checksums."""
-        every = [] if self.verify_data else [written_after_checksums(prefix) for _, prefix in self.blend()]
-        return [line for line in every if line is not None]
-
-    def completed(self, ranks: int) -> Self:
-        """The settings with the tokenizer's path and its vocabulary. Raises UsageError if there is no vocabulary."""
-        config = super().completed(ranks)
-        path = shared_tokenizer(config.blend(), config.tokenizer_model)
-        if path is None:
-            if config.vocab_size is None:
-                raise UsageError("--vocab-size V: needed, as there is no --tokenizer-model and none beside --data-path")
-            return config
-        size = read_tokenizer(path).vocab_size
-        if config.vocab_size is not None and config.vocab_size < size:
-            raise UsageError(f"--vocab-size {config.vocab_size}: the tokenizer {path} has {size} tokens")
-        return replace(config, tokenizer_model=path, vocab_size=config.vocab_size or size)
+def file_remarks(config: CorpusOptions) -> list[str]:
+    """A line for each data set with a file that is newer than its checksums. It reads files; not collective."""
+    every = [] if config.verify_data else [written_after_checksums(prefix) for _, prefix in blend_of(config)]
+    return [line for line in every if line is not None]
 
 
 def shared_tokenizer(blend: Sequence[WeightedPrefix], asked: str | None) -> str | None:
@@ -182,7 +143,7 @@ class Corpus:
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode_after(before, tokens)
 
 
-def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = None) -> Corpus:
+def open_corpus(config: TransformerSettings, cut: Cut | None = None, mock: Mock | None = None) -> Corpus:
     """The corpus of ``config``, whose vocabulary is known. Raises ValueError, naming what does not fit.
 
     cut: makes the samples of a range of documents, and raises NoSamplesError if there are none. mock: makes a number of
@@ -196,7 +157,7 @@ def open_corpus(config: TextConfig, cut: Cut | None = None, mock: Mock | None = 
         return Corpus((Source(MOCK, MOCK, Fraction(1), new(MOCK_SAMPLES, 0), new(MOCK_HELD_OUT, 1)),))
     cut = cut or (lambda dataset, documents: _token_samples(dataset, documents, length))
     sources, short = [], []
-    for weight, prefix in config.blend():
+    for weight, prefix in blend_of(config):
         dataset = IndexedDataset(prefix)
         training, validation, _ = split_documents(len(dataset), config.split)
         held_out = None

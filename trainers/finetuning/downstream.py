@@ -22,9 +22,9 @@ from trainers.data.tokenizer import Tokenizer
 from trainers.run.metrics import left_out_text
 from trainers.weights.configurations import TaskHead
 
-from .config import FinetuneConfig
 from .formats import LETTERS, LEVELS, MNLI, QQP, PairColumns, read_level, read_pairs
 from .samples import ChoiceSamples, EncodedSamples, PairSamples, RowSamples
+from .settings import FinetuneSettings
 
 #: the logits of the samples of each part, float32 [n, ...]
 Logits = Mapping[str, Tensor]
@@ -44,7 +44,7 @@ class DownstreamTask(ABC):
     softmax_dim: the dimension of the logits of all samples over which probabilities sum to 1.
     fixed_length: as in `LabelledBatches`.
 
-    config: complete but for the schedule (`FinetuneConfig.opened`). tokenizer: the model's.
+    config: complete but for the schedule (`completing.opened`). tokenizer: the model's.
     """
 
     kept_by: ClassVar[str] = "accuracy"
@@ -56,7 +56,7 @@ class DownstreamTask(ABC):
     #: the head as transformers knows it
     task_head: TaskHead
 
-    def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: FinetuneSettings, tokenizer: Tokenizer) -> None:
         assert config.data is not None and config.seq_length is not None
         self.config, self.tokenizer = config, tokenizer
         self.folder, self.seq_length = Path(config.data), config.seq_length
@@ -82,7 +82,7 @@ class DownstreamTask(ABC):
 
     @abstractmethod
     def predictions(self, parts: Sequence[Part], logits: Logits, threshold: float | None) -> dict[str, str]:
-        """The texts of the files of a submission, by name. threshold: of SQuAD 2.0; see `FinetuneConfig`."""
+        """The texts of the files of a submission, by name. threshold: of SQuAD 2.0; see `FinetuneSettings`."""
 
     def averaged(self, every: Sequence[Logits]) -> dict[str, Tensor]:
         """The logarithm of the mean of the models' probabilities (an ensemble), in the place of one model's logits."""
@@ -134,7 +134,7 @@ PAIRS: dict[str, tuple[PairColumns, Mapping[str, Mapping[str, tuple[str, str]]]]
 class PairTask(ClassTask):
     """A task of `PAIRS`: a pair of texts has one of a few classes."""
 
-    def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: FinetuneSettings, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
         self.columns, self.splits = PAIRS[str(config.task)]
         labels = self.columns.labels

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from commengine import UsageError
 from commengine.errors import usage_errors
 from commengine.files.schema import fault_in
 from trainers.checkpoints import checkpoint, disk, pointer
-from trainers.config import of_other_program
 from trainers.run import metrics
-from trainers.tasks.bert import BERTTrainConfig
+from trainers.settings.commands import BERTSettings
+from trainers.settings.saving import of_other_program
 from trainers.tasks.other_models import require_kind, settings_of_other
 from trainers.trained import read_settings, saved_model
 from trainers.weights.opening import open_other
 
-from .flags import SHAPE, FinetuneFlags
+from .settings import SHAPE, FinetuneSettings
 
 #: in the folder of several runs: how good each is, and which is the median (`summarize`)
 SEEDS = "seeds.json"
@@ -47,9 +48,9 @@ def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], 
         other = open_other(folder)
         other.close()
         require_kind(folder, other, "bert")
-        return settings_of_other(BERTTrainConfig, other, folder).to_json(), f"--load {folder}"
+        return asdict(settings_of_other(BERTSettings, other, folder)), f"--load {folder}"
     found, _, state = saved_model(Path(folder), "bert", verify=verify)
-    return read_settings(found, BERTTrainConfig, state.settings).to_json(), f"--load {folder}"
+    return asdict(read_settings(found, BERTSettings, state.settings)), f"--load {folder}"
 
 
 def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
@@ -60,12 +61,12 @@ def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
     saved = checkpoint.saved_state(found, verify=verify).settings
     if not is_fine_tuned(saved):
         raise UsageError(f"{words}: is no run of finetune, so it has learnt no task; to train it, give --save DIR")
-    settings = read_settings(found, FinetuneFlags, saved)
+    settings = read_settings(found, FinetuneSettings, saved)
     # A run may leave the width to its default, and older versions had one epsilon only.
     needed = {"task", "seq_length", *SHAPE} - {"ffn_hidden_size", "norm_epsilon"}
     if lacking := sorted(name for name in needed if not getattr(settings, name)):
         raise checkpoint.cannot_load(found, ValueError(f"{found / pointer.STATE}: settings: {lacking[0]} is missing"))
-    return settings.to_json()
+    return asdict(settings)
 
 
 def best_checkpoint(folder: str, option: str) -> Path:

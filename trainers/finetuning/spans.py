@@ -17,10 +17,10 @@ from tplayers import BERTSpans
 from trainers.data.tokenizer import Tokenizer
 from trainers.weights.configurations import TaskHead
 
-from .config import FinetuneConfig
 from .downstream import DownstreamTask, Logits, Part
 from .formats import file_of, read_squad
 from .samples import WindowRules, WindowSamples, most_context
+from .settings import FinetuneSettings
 from .squad_metrics import Scores, best_threshold, exact_match, f1, scored, thresholded
 
 #: of the windows of a file: float32 [windows, s, 2]
@@ -116,7 +116,7 @@ class SQuADTask(DownstreamTask):
     network = BERTSpans
     task_head = TaskHead("span_head", "ForQuestionAnswering")
 
-    def __init__(self, config: FinetuneConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: FinetuneSettings, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
         assert config.squad_version is not None
         self.version = config.squad_version

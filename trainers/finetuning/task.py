@@ -19,6 +19,7 @@ from trainers.checkpoints import run_folder
 from trainers.data.corpus import read_tokenizer, require_vocabulary
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream, Source
+from trainers.finetuning.completing import shape
 from trainers.run.evaluation import HeldOut, Mean
 from trainers.run.task import Remarks
 from trainers.tasks.training import ExportedTask, new_model
@@ -27,8 +28,8 @@ from trainers.training.trainer import Trainer
 from trainers.weights.export import SmallFiles
 
 from .batches import KeptLogits, LabelledBatches, LabelLoss
-from .config import FinetuneConfig
 from .downstream import DownstreamTask, PairTask, Part, RACETask
+from .settings import FinetuneSettings
 from .spans import SQuADTask
 
 _TASKS: dict[str, type[DownstreamTask]] = {"mnli": PairTask, "qqp": PairTask, "squad": SQuADTask, "race": RACETask}
@@ -42,8 +43,8 @@ class TaskFiles(NamedTuple):
     dev: list[Part]
 
 
-def open_task(config: FinetuneConfig) -> DownstreamTask:
-    """The task, with the model's tokenizer. config: `FinetuneConfig.opened`. It reads files; not collective.
+def open_task(config: FinetuneSettings) -> DownstreamTask:
+    """The task, with the model's tokenizer. config: `completing.opened`. It reads files; not collective.
 
     Raises UsageError if the tokenizer is not the model's.
     """
@@ -56,7 +57,7 @@ def open_task(config: FinetuneConfig) -> DownstreamTask:
     return _TASKS[config.task](config, tokenizer)
 
 
-def read_files(config: FinetuneConfig, world: Communicator) -> TaskFiles:
+def read_files(config: FinetuneSettings, world: Communicator) -> TaskFiles:
     """The training and dev data, on every rank. Collective. Raises UsageError, on all ranks, for a damaged file."""
 
     def read() -> TaskFiles:
@@ -74,7 +75,9 @@ def _dev(task: DownstreamTask) -> list[Part]:
         raise InputFileError(f"{error} (--eval-iters 0 trains without dev data)") from error
 
 
-def held_out(config: FinetuneConfig, parts: Sequence[Part], task: DownstreamTask, data: Communicator) -> list[HeldOut]:
+def held_out(
+    config: FinetuneSettings, parts: Sequence[Part], task: DownstreamTask, data: Communicator
+) -> list[HeldOut]:
     """The sources of an evaluation of ``parts``: every sample of each, once."""
     total = sum(len(part.samples) for part in parts)
     found = []
@@ -85,7 +88,7 @@ def held_out(config: FinetuneConfig, parts: Sequence[Part], task: DownstreamTask
 
 
 def task_batches(
-    config: FinetuneConfig, samples: Samples | SampleStream, task: DownstreamTask, data: Communicator, name: str,
+    config: FinetuneSettings, samples: Samples | SampleStream, task: DownstreamTask, data: Communicator, name: str,
     size: int,
 ) -> LabelledBatches:  # fmt: skip
     """The global batches of ``size`` samples. name: of the part."""
@@ -103,14 +106,14 @@ class FinetuneTask(ExportedTask):
 
     The encoder of a new run begins with the parameters of ``--pretrained-checkpoint``, and its head with random ones.
 
-    config: complete, with its schedule (`FinetuneConfig.scheduled`). files: of the task.
+    config: complete, with its schedule (`completing.scheduled`). files: of the task.
     """
 
-    def __init__(self, config: FinetuneConfig, world: Communicator, files: TaskFiles) -> None:
+    def __init__(self, config: FinetuneSettings, world: Communicator, files: TaskFiles) -> None:
         task, train = files.task, files.train
         self.config, self.task, self.dev, self.head = config, task, files.dev, task.task_head
         grid, model = new_model(
-            config, world, lambda grid, dtype, stream: task.model(config.shape(world.size), grid.tensor, dtype, stream)
+            config, world, lambda grid, dtype, stream: task.model(shape(config, world.size), grid.tensor, dtype, stream)
         )
         if not on_rank_zero(world, lambda: run_folder.checkpoint_to_load(config) is not None):
             assert config.pretrained_checkpoint is not None

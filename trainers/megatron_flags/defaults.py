@@ -56,7 +56,8 @@ def remark(command: str, given: Container[str], value: Value) -> str:
     given: the fields that it has been given. value: of any field, by its name.
     """
     found = [one for one in DIFFERENCES if command in one.commands and one.name not in given and one.holds(value)]
-    if not found or value("trains") is False:  # fine-tuning may only predict
+    predicts = value("predict") is not None or value("ensemble") is not None
+    if not found or (predicts and value("save") is None):  # fine-tuning may only predict
         return ""
     said = ", ".join(f"{one.flag} {one.here} (there {one.there})" for one in found)
     return f"defaults that are not Megatron-LM's: {said}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commengine.options.declared import parser_of, values_of
@@ -57,16 +57,19 @@ class MegatronFlags:
 
 
 def parse(
-    kind: type[Settings], argv: Sequence[str] | None, prog: str, tell: Callable[[str], None] = lambda line: None
-) -> Settings:
-    """As `commengine.options.declared.parse`, and with Megatron-LM's flags if ``kind`` has a ``megatron``.
+    kind: type[Settings], argv: Sequence[str] | None, prog: str, *, megatron: str | None,
+    implied: Callable[[Callable[[str], Any]], Mapping[str, Any]], tell: Callable[[str], None],
+) -> Settings:  # fmt: skip
+    """As `commengine.options.declared.parse`, and with the flags of Megatron-LM that the command ``megatron`` takes.
 
-    tell: called with lines about such flags, and about defaults that are not Megatron-LM's.
+    implied: gives the fields that the words of the command line set; it is called with a function that tells the value
+    of an option by its field's name, None if it is not given. tell: called with lines about Megatron-LM's flags, and
+    about defaults that are not Megatron-LM's.
     """
-    command: str | None = getattr(kind, "megatron", None)
-    flags = None if command is None else MegatronFlags(command)
-    given, made = values_of(kind, parser_of(kind, prog, flags), argv)
-    config = kind(**made | given)
+    flags = None if megatron is None else MegatronFlags(megatron)
+    given = values_of(kind, parser_of(kind, prog, flags), argv)
+    made = implied(given.get)
+    config = kind(**{**made, **given})
     if flags is None:
         return config
     found, settled = flags.found, dict[str, Any]()
@@ -74,7 +77,7 @@ def parse(
         from .reading import remarks, settle
 
         settled = settle(flags.command, found, given, _value_of(config))
-        config = kind(**made | given | settled)
+        config = kind(**{**made, **given, **settled})
         for line in remarks(found, settled, _value_of(config)):
             tell(line)
     named = {one.flag.name[2:].replace("-", "_") for one in found}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from commengine.files import FILES
-
 from .answers import Flag, Verdict
 from .features import FEATURES
+from .files import FILES
 from .machine import MACHINE
 from .model import MODEL
 from .training import TRAINING

@@ -15,7 +15,8 @@ from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import folder_lock, history, pointer, run_folder, run_state
 from trainers.checks.digests import digests, layout
 from trainers.checks.in_run import InRunChecks
-from trainers.config import TrainConfig, traced_interval
+from trainers.settings import derived
+from trainers.settings.commands import TrainSettings
 from trainers.training.trainer import Trainer, require_compiler
 
 from .evaluation import Evaluation, evaluate_sources, total
@@ -27,7 +28,7 @@ from .step_agreement import agree
 from .stopping import TEMPORARY, StopRequests
 from .task import TrainingTask
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config", bound=TrainSettings)
 
 
 class _EvaluationLeft(Exception):
@@ -112,7 +113,7 @@ def train(
 
 
 def _settle(
-    config: TrainConfig, beginning: history.Beginning, iteration: int, lost: Callable[[], str | None]
+    config: TrainSettings, beginning: history.Beginning, iteration: int, lost: Callable[[], str | None]
 ) -> str | None:
     """Remove from ``--save`` what this run replaces, and what killed ones left: the first rows may need its room."""
     if (problem := lost()) is not None:
@@ -146,7 +147,7 @@ class _Run:
         self.experts = ExpertWatch(metrics.say)
         self.goes_on, self.go_on = goes_on, go_on
         asked, device = self.config.log_communication_interval, self.trainer.grid.world.device
-        self.traced_interval = traced_interval(asked, device, self.config.train_iters)
+        self.traced_interval = derived.traced_interval(asked, device, self.config.train_iters)
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.saved = self.trainer.iteration if self.trainer.iteration else -1
         self.exports = Exports(task, metrics, saver)
@@ -196,7 +197,7 @@ class _Run:
             log.settle()
         with log.paused():
             checked = self.checks.after(step, seconds)
-            found = digests(trainer, step) | layout(trainer) if config.digests else {}
+            found = digests(trainer, step) | layout(trainer) if derived.writes_digests(config) else {}
         speed = trainer.batches.size * self.task.tokens_per_sample / seconds
         self.metrics.progress(step.loss, speed)
         losses = {**step.losses, **step.router_losses}

@@ -6,44 +6,50 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 import torch
 
-from commengine import CollectiveError, Communicator, UsageError
+from commengine import CollectiveError, Communicator, ProcessGrid, UsageError
 from commengine.errors import one_line
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from trainers.config import JobConfig, TrainConfig
-from trainers.megatron_flags.parsing import parse
+from trainers.data.blend import blend_of, verify
+from trainers.data.corpus import file_remarks
+from trainers.settings import derived
+from trainers.settings.command import Command
+from trainers.settings.commands import TransformerSettings
+from trainers.settings.job import JobOptions
 from trainers.tokenizing import probe
 
 from .loop import train
 from .stopping import StopRequests
 from .task import TrainingTask
 
-Config = TypeVar("Config", bound=TrainConfig)
-Job = TypeVar("Job", bound=JobConfig)
+Settings = TypeVar("Settings", bound=JobOptions)
+Pretraining = TypeVar("Pretraining", bound=TransformerSettings)
 
 
 def run_command(
-    world: Communicator, command: str, kind: type[Config], new_task: Callable[[Config, Communicator], TrainingTask],
-    instead: Callable[[Config, Communicator], bool] = lambda *_: False,
+    world: Communicator, command: Command[Pretraining], new_task: Callable[[Pretraining, Communicator], TrainingTask],
+    instead: Callable[[Pretraining, Communicator], bool],
 ) -> int:  # fmt: skip
-    """One rank of the training command ``command``, from its flags to its report: the exit status.
+    """One rank of the pretraining command ``command``, from its flags to its report: the exit status.
 
-    kind: of the settings. new_task: as for `trainers.run.loop.train`. instead: called before it, as a collective; if it
-    returns True, that was all that the settings ask for, and nothing is trained. Rank 0 reads the flags and the files;
-    an error in them is raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that
-    end a run (`StopRequests`), so that its status is the returned one.
+    new_task: as for `trainers.run.loop.train`. instead: called before it, as a collective; if it returns True, that was
+    all that the settings ask for, and nothing is trained. Rank 0 reads the flags and the files; an error in them is
+    raised on every rank. Collective over ``world``. Afterwards the process ignores the signals that end a run
+    (`StopRequests`), so that its status is the returned one.
     """
     with StopRequests(world) as stopping:
         said = list[str]()
-        config = job_config(world, kind, command, said.append)
-        said += on_rank_zero(world, config.remarks)
-        if config.order is not None:
+        config = job_settings(world, command, said.append)
+        said += on_rank_zero(world, lambda: file_remarks(config))
+        if derived.order(config) is not None:
             fix_products()
-        verify_files(world, config.verify_files)  # before there is a timeout: reading all data may take long
+        if config.verify_data:  # before there is a timeout: reading all data may take long
+            verify_files(world, lambda part, parts: verify(blend_of(config), part, parts))
         stopping.configure(config)
         with watched(config, world) as comm:
             if instead(config, comm):
@@ -58,39 +64,29 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def job_config(world: Communicator, kind: type[Job], command: str, tell: Callable[[str], None] = tell) -> Job:
-    """The valid and complete settings of ``command``, of type ``kind``, from this process's flags.
+def job_settings(world: Communicator, command: Command[Settings], tell: Callable[[str], None] = tell) -> Settings:
+    """The valid and complete settings of a command, from this process's flags. tell: as for `Command.read`.
 
-    tell: as for `read_config`. Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on
-    every rank.
+    Collective over ``world``: rank 0 reads the flags and the files. Raises UsageError, on every rank.
     """
-    config = kind(**on_rank_zero(world, lambda: read_config(kind, None, command, world.size, tell).to_json()))
+    values = on_rank_zero(world, lambda: asdict(command.read(None, world.size, tell)))
     probe.share(world)
-    return config
+    return command.settings(**values)
 
 
-def read_config(
-    kind: type[Job], argv: Sequence[str] | None, command: str, ranks: int, tell: Callable[[str], None] = tell
-) -> Job:
-    """The valid and complete settings, of type ``kind``, of a job of ``ranks`` ranks. It reads files, on rank 0 only.
-
-    argv: the arguments of ``command``; None for those of this process. tell: called, where all is valid, with what
-    `parse` says of Megatron-LM's flags and defaults. Raises UsageError or ValueError, naming the option.
-    """
-    said = list[str]()
-    config = parse(kind, argv, command, said.append)
-    config.validate(ranks)
-    config = config.completed(ranks)
-    for line in said:
-        tell(line)
-    return config
+def grid_of(settings: JobOptions, world: Communicator) -> ProcessGrid:
+    """The groups of a job. Collective over ``world``."""
+    return ProcessGrid(
+        world, tensor=settings.tensor_model_parallel_size, context=derived.context_ranks(settings),
+        pipeline=derived.stages(settings), expert=derived.expert_ranks(settings),
+    )  # fmt: skip
 
 
 def verify_files(world: Communicator, read: Callable[[int, int], int]) -> None:
     """Verify files (``--verify-data``), each rank its share. Collective over ``world``.
 
-    read: reads this rank's share, and returns its bytes: `TrainConfig.verify_files`. Raises UsageError, on every rank,
-    where a file is damaged.
+    read: reads this rank's share, and returns its bytes (`trainers.data.blend.verify`). Raises UsageError, on every
+    rank, where a file is damaged.
     """
     began = time.perf_counter()
     verified = torch.tensor([on_every_rank(world, lambda: read(world.rank, world.size))])
@@ -100,7 +96,7 @@ def verify_files(world: Communicator, read: Callable[[int, int], int]) -> None:
         print(f"--verify-data: {size:,} bytes verified in {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def watched(config: JobConfig, world: Communicator) -> Communicator:
+def watched(config: JobOptions, world: Communicator) -> Communicator:
     """A communicator of the ranks of ``world`` with the settings' timeout, device and transport; the caller closes it.
 
     The device becomes torch's current device. Without ``--device`` it is the one that the ranks can use, and rank 0
@@ -108,11 +104,11 @@ def watched(config: JobConfig, world: Communicator) -> Communicator:
     rank, where any rank cannot have the device that is asked for.
     """
     timeout = 60 * config.distributed_timeout_minutes or None
-    device = "cpu" if config.device is None and config.order is not None else config.device  # devices have own orders
+    order, device = derived.order(config), config.device
+    if device is None and order is not None:  # devices have orders of their own
+        device = "cpu"
     try:
-        made = Communicator(
-            world.mpi, timeout=timeout, device=device, transport=config.device_transport, order=config.order
-        )
+        made = Communicator(world.mpi, timeout=timeout, device=device, transport=config.device_transport, order=order)
     except CollectiveError as error:
         said = _as_flags(error)
         raise UsageError(said if "--device" in said else f"--device {device}: {said}") from error

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from commengine import Communicator
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 
 from . import signals
 
@@ -59,7 +59,7 @@ class StopRequests:
     ) -> None:
         self._listener.close(ignore=kind is None)
 
-    def configure(self, config: TrainConfig) -> None:
+    def configure(self, config: TrainSettings) -> None:
         """Take over ``--exit-signal``, ``--exit-duration-in-mins`` and ``--exit-before-limit``. config: valid."""
         if config.exit_signal is not None:
             self._listener.add(signals.parse(config.exit_signal))

@@ -19,7 +19,7 @@ from trainers.checkpoints import disk
 
 from .passages import Passage
 from .service import ModelService
-from .settings import EvaluateConfig
+from .settings import EvaluateSettings, names_of
 
 #: tokens of a text that a task does not limit, as in the harness
 MAX_GEN_TOKS = 256
@@ -133,19 +133,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return texts
 
 
-def evaluate_tasks(config: EvaluateConfig, service: ModelService, length: int) -> None:
-    """Run the harness on ``config.names``, print its tables, and write the files that are asked for. On rank 0.
+def evaluate_tasks(config: EvaluateSettings, service: ModelService, length: int) -> None:
+    """Run the harness on the tasks of ``config``, print its tables, and write the files that are asked for. On rank 0.
 
     length: the most tokens that the model reads at once. Raises UsageError for an unknown task, and what the harness
     raises.
     """
     manager = TaskManager(include_path=config.include_path)
-    if unknown := [name for name in config.names if not manager.match_tasks([name])]:
+    if unknown := [name for name in names_of(config) if not manager.match_tasks([name])]:
         where = "" if config.include_path is None else f" and in {config.include_path}"
         raise UsageError(f"no such task: {', '.join(unknown)} (looked for among the harness's{where})")
     limit = config.limit if config.limit is None or config.limit < 1 else int(config.limit)
     results: dict[str, Any] = simple_evaluate(
-        model=HarnessModel(service, length=length, max_gen_toks=config.max_gen_toks), tasks=config.names,
+        model=HarnessModel(service, length=length, max_gen_toks=config.max_gen_toks), tasks=names_of(config),
         num_fewshot=config.num_fewshot, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS,
         log_samples=config.samples is not None, task_manager=manager, random_seed=config.seed,
         numpy_random_seed=config.seed, torch_random_seed=config.seed, fewshot_random_seed=config.seed,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 from commengine.errors import usage_errors
 from commengine.files.writing import check_writable
 from commengine.options.declared import given, option, require
 from commengine.options.ranges import Batch, Length, Natural, NotNegative, Seed, Text, ValidRange
-from trainers.tasks.transformer import TransformerTrainConfig
-from trainers.trained import LoadConfig
+from trainers.settings import derived
+from trainers.settings.command import Command
+from trainers.settings.commands import TransformerSettings
+from trainers.settings.rules import Faults, Rule, first
+from trainers.trained import NEEDS_LOAD, LoadOptions
 
 #: the tasks, and whether each reads a file
 TASKS = {"wikitext": True, "lambada": True, "perplexity": True, "jsonl": True, "held-out": False}
@@ -23,12 +26,14 @@ TASK = ValidRange(
     lambda task: task in TASKS or (task.startswith(LM_EVAL) and task != LM_EVAL),
     f"must be {', '.join(TASKS)}, or {LM_EVAL}NAME,NAME,...",
 )
+#: the data of a task of ours without a file
+WHOSE = "the run's"
 #: the stride of WikiText's windows in the paper (appendix E.1, which calls it an overlap)
 WIKITEXT_STRIDE = 32
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(LoadConfig):
+class EvaluateSettings(LoadOptions):
     """The settings of `trainers.evaluate`. A field is the flag of the same name, with dashes."""
 
     task: Annotated[str, TASK] | None = option(
@@ -63,53 +68,58 @@ class EvaluateConfig(LoadConfig):
     seed: Seed = option(1234, "lm-eval: seed of few-shot examples and of text that is drawn")
     samples: Text | None = option(None, "lm-eval: write every request and answer to this file, as JSON lines")
 
-    @property
-    def names(self) -> list[str]:
-        """The tasks of lm-evaluation-harness; none where the task is one of ours."""
-        names = (self.task or "").partition(LM_EVAL)[2]
-        return [name for name in names.split(",") if name]
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        require(self.task is not None, f"--task: needed; valid: {', '.join(TASKS)}, {LM_EVAL}NAME,NAME,...")
-        if TASKS.get(str(self.task), False):
-            require(self.data is not None, f"--data FILE: needed with --task {self.task}")
-            require(Path(self.data or "").exists(), f"{given(self, 'data')}: no such file")
-        else:
-            whose = "its" if self.names else "the run's"
-            own = f"--task {self.task} reads {whose} own data; leave it out"
-            require(self.data is None, f"{given(self, 'data')}: {own}")
-        require(not self.verify_data or self.task == HELD_OUT, f"--verify-data: needs --task {HELD_OUT}")
-        lambada = self.task == LAMBADA
-        for name in ("stride", "plot"):
-            without = getattr(self, name) is None or not (lambada or self.names)
-            require(without, f"{given(self, name)}: --task {self.task} has no windows; leave it out")
-        require(self.predictions is None or lambada, f"{given(self, 'predictions')}: needs --task lambada")
-        for item in fields(self):
-            changed = item.metadata["help"].startswith("lm-eval") and getattr(self, item.name) != item.default
-            require(bool(self.names) or not changed, f"{given(self, item.name)}: needs --task {LM_EVAL}NAME")
-        folder = self.include_path is None or Path(self.include_path).is_dir()
-        require(folder, f"{given(self, 'include_path')}: no such folder")
-        fits = self.seq_length is None or self.stride is None or self.stride <= self.seq_length
-        require(fits, f"{given(self, 'stride')}: must not exceed {given(self, 'seq_length')}")
-        with usage_errors(""):
-            files = {"json": self.json, "predictions": self.predictions, "samples": self.samples}
-            check_writable(self.plot, read=[self.data], **files)
+def names_of(config: EvaluateSettings) -> list[str]:
+    """The tasks of lm-evaluation-harness; none where the task is one of ours."""
+    names = (config.task or "").partition(LM_EVAL)[2]
+    return [name for name in names.split(",") if name]
 
-    def completed(self, ranks: int) -> Self:
-        """These settings. Raises UsageError if the harness is needed and not installed."""
-        found = not self.names or importlib.util.find_spec("lm_eval") is not None
-        require(found, f"--task {LM_EVAL}: needs lm-evaluation-harness; install it with: pip install '.[lm-eval]'")
-        return super().completed(ranks)
 
-    def window(self, trained: TransformerTrainConfig) -> tuple[int, int]:
-        """The length and the stride of the windows for a model of this run. Raises UsageError."""
-        length, positions = self.seq_length or trained.seq_length, trained.positions
-        fits = self.seq_length is None or length <= positions  # a run may have more positions than it trained
-        require(fits, f"{given(self, 'seq_length')}: the model knows {positions} positions")
-        stride = self.stride
-        if stride is None:
-            stride = min(WIKITEXT_STRIDE, length) if self.task == WIKITEXT else length
-        require(stride <= length, f"{given(self, 'stride')}: must not exceed the {length} tokens that the model reads")
-        return length, stride
+def _faults(s: EvaluateSettings, _: int) -> Faults:
+    names = names_of(s)
+    yield s.task is None, f"--task: needed; valid: {', '.join(TASKS)}, {LM_EVAL}NAME,NAME,..."
+    if TASKS.get(str(s.task), False):
+        yield s.data is None, f"--data FILE: needed with --task {s.task}"
+        yield not Path(s.data or "").exists(), f"{given(s, 'data')}: no such file"
+    else:
+        own = f"--task {s.task} reads {'its' if names else WHOSE} own data; leave it out"
+        yield s.data is not None, f"{given(s, 'data')}: {own}"
+    yield s.verify_data and s.task != HELD_OUT, f"--verify-data: needs --task {HELD_OUT}"
+    lambada = s.task == LAMBADA
+    for name in ("stride", "plot"):
+        given_here = getattr(s, name) is not None and (lambada or names)
+        yield given_here, f"{given(s, name)}: --task {s.task} has no windows; leave it out"
+    yield s.predictions is not None and not lambada, f"{given(s, 'predictions')}: needs --task lambada"
+    for item in fields(s):
+        changed = item.metadata["help"].startswith("lm-eval") and getattr(s, item.name) != item.default
+        yield changed and not names, f"{given(s, item.name)}: needs --task {LM_EVAL}NAME"
+    folder = s.include_path is None or Path(s.include_path).is_dir()
+    yield not folder, f"{given(s, 'include_path')}: no such folder"
+    longer = s.seq_length is not None and s.stride is not None and s.stride > s.seq_length
+    yield longer, f"{given(s, 'stride')}: must not exceed {given(s, 'seq_length')}"
+
+
+def completed(config: EvaluateSettings, ranks: int) -> EvaluateSettings:
+    """The settings. Raises UsageError if a file cannot be written, or if the harness is needed and not installed."""
+    del ranks
+    with usage_errors(""):
+        files = {"json": config.json, "predictions": config.predictions, "samples": config.samples}
+        check_writable(config.plot, read=[config.data], **files)
+    found = not names_of(config) or importlib.util.find_spec("lm_eval") is not None
+    require(found, f"--task {LM_EVAL}: needs lm-evaluation-harness; install it with: pip install '.[lm-eval]'")
+    return config
+
+
+def window(config: EvaluateSettings, trained: TransformerSettings) -> tuple[int, int]:
+    """The length and the stride of the windows for a model of the run ``trained``. Raises UsageError."""
+    length, positions = config.seq_length or trained.seq_length, derived.positions(trained)
+    fits = config.seq_length is None or length <= positions  # a run may have more positions than it trained
+    require(fits, f"{given(config, 'seq_length')}: the model knows {positions} positions")
+    stride = config.stride
+    if stride is None:
+        stride = min(WIKITEXT_STRIDE, length) if config.task == WIKITEXT else length
+    require(stride <= length, f"{given(config, 'stride')}: must not exceed the {length} tokens that the model reads")
+    return length, stride
+
+
+COMMAND = Command("evaluate", EvaluateSettings, rules=[NEEDS_LOAD, Rule("task", first(_faults))], complete=completed)

@@ -17,13 +17,14 @@ from commengine.errors import usage_errors
 from commengine.files.reading import require_regular
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from trainers.data import text_files
+from trainers.data.blend import blend_of
 from trainers.data.indexed import IndexedDataset
 from trainers.data.same_data import KnownData, found_among, written_after_checksums, written_since
 from trainers.data.samples import split_documents
 from trainers.data.stream import SourceRecord
 from trainers.data.text_files import TextPiece
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.transformer import TransformerTrainConfig
+from trainers.settings.commands import TransformerSettings
 
 from .passages import Tokens
 
@@ -131,14 +132,14 @@ def read_json_lines(path: str, key: str, tokenizer: Tokenizer) -> Texts:
 
 
 def read_held_out(
-    settings: TransformerTrainConfig, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord] = ()
+    settings: TransformerSettings, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord] = ()
 ) -> Texts:
     """The validation documents of a run, those of each data set one after the other as one text, as it trained on them.
 
     tokenizer: for the number of words; None for none. sources: what is known of each data set that the run has read.
     Raises UsageError if there are no documents, or those of other data.
     """
-    blend = settings.blend()
+    blend = blend_of(settings)
     if not blend:
         why = "the run was trained on --mock-data"
         if not settings.mock_data:

@@ -7,17 +7,17 @@ import importlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commengine import UsageError
 from commengine.options.declared import require
 from trainers.checkpoints import pointer
-from trainers.config import TrainConfig
-from trainers.megatron_flags.parsing import parse
+from trainers.settings.command import Command
+from trainers.settings.commands import TrainSettings
 
-from .settings import Size, SuperviseConfig
+from .settings import Size, SuperviseSettings
 
-#: the commands that can be supervised; each module has the type of its settings as CONFIG
+#: the commands that can be supervised; each module has its COMMAND
 COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune")
 #: the file in the folder of --save into which the run writes its step
 STEP_FILE = "supervised-step"
@@ -36,11 +36,11 @@ class Position(NamedTuple):
 class TrainingCommand:
     """The words after ``--``: a launcher and one of `COMMANDS`, which goes on where it stopped if it is started again.
 
-    words: with ``{ranks}``, ``{tensor}`` and ``{hosts}``. settings: valid (`SuperviseConfig.validate`). Raises
+    words: with ``{ranks}``, ``{tensor}`` and ``{hosts}``. settings: valid (`SuperviseSettings.validate`). Raises
     UsageError, naming what is wrong, unless the command can be started at each size of ``settings``.
     """
 
-    def __init__(self, words: Sequence[str], settings: SuperviseConfig) -> None:
+    def __init__(self, words: Sequence[str], settings: SuperviseSettings) -> None:
         self.words = list(words)
         sizes = settings.sizes()
         at = [n for n, pair in enumerate(itertools.pairwise(words), 1) if pair[0] == "-m" and pair[1] in COMMANDS]
@@ -73,15 +73,16 @@ class TrainingCommand:
             "number of ranks",
         )
 
-    def _config(self, size: Size | None) -> TrainConfig:
+    def _config(self, size: Size | None) -> TrainSettings:
         """The settings of the run at this size; valid, if the size is known."""
         module = self.words[self._at]
         words = self.filled(size, {})[self._at + 1 :]
         try:
-            config: TrainConfig = parse(importlib.import_module(module).CONFIG, words, module.split(".")[1])
+            command: Command[Any] = importlib.import_module(module).COMMAND
+            config: TrainSettings = command.parse(words)
             if size is not None:
-                config.validate(size.ranks)
-                config.completed(size.ranks)  # the vocabulary and the heads, which this size must divide
+                command.require_valid(config, size.ranks)
+                command.complete(config, size.ranks)  # the vocabulary and the heads, which this size must divide
         except (UsageError, ValueError) as error:
             at = f" on {size.ranks} ranks" if size is not None else ""
             raise UsageError(f"{module}{at}: {error}") from error

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from .command import Position
-from .settings import SuperviseConfig
+from .settings import SuperviseSettings
 
 #: the status of a wrong option, and of Ctrl-C
 USAGE, INTERRUPTED = 2, 130
@@ -37,7 +37,7 @@ class Decision:
 class Policy:
     """Decides from the ends of one run's starts. `after` is called once for each of them, in order."""
 
-    def __init__(self, settings: SuperviseConfig) -> None:
+    def __init__(self, settings: SuperviseSettings) -> None:
         self._settings = settings
         self._restarts = 0
         self._last: Position | None = None

@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SuperviseConfig:
+class SuperviseSettings:
     """The options of `trainers.supervise`; a field is the flag of the same name, with dashes."""
 
     ranks: str | None = option(

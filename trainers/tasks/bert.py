@@ -1,24 +1,22 @@
-"""BERT: the settings, model, objective and batches of its training."""
+"""BERT: the model, objective and batches of its training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from commengine import Communicator, Stream, UsageError
-from commengine.options.declared import given, option, require
-from commengine.options.ranges import OPEN_FRACTION, Length, Share
+from commengine.options.declared import given, require
 from tplayers import BERT, BERTConfig, ModelPart, Randomness
 from tplayers.host_copy import to_device
-from tplayers.mlp import GELUS
-from tplayers.models.config import NORM_PLACEMENTS
 from trainers.data.batches import GlobalBatches, TextMicrobatch
+from trainers.data.blend import blend_of
 from trainers.data.corpus import Corpus, shared_tokenizer
 from trainers.data.samples import IGNORED, Samples
 from trainers.data.sentences.samples import SHORTEST_SEQUENCE, MaskedSample, SampleRules, open_masked_corpus
@@ -28,84 +26,52 @@ from trainers.data.wordpiece import SPECIAL, WordPieces
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.masked_prediction import RightPredictions, filled, predict
 from trainers.run.task import Remarks
+from trainers.settings.commands import BERTSettings
 
-from .training import TransformerTask
-from .transformer import TransformerTrainConfig
+from .transformer import TransformerTask, shape_of
 from .unigram import unigram_entropy
 
 #: the number of samples among which one with masks is looked for, to be shown in the report
 SHOWN = 100
 
 
-@dataclass(frozen=True)
-class BERTTrainConfig(TransformerTrainConfig):
-    """The settings of `trainers.pretrain_bert`. A field is the flag of the same name, with dashes."""
+class BERTTask(TransformerTask[BERTSettings]):
+    """The training of a BERT."""
 
-    task = megatron = "bert"
-    causal = False
+    kind = "bert"
+    settings = BERTSettings
 
-    seq_length: Length = option(512, "tokens of a sample, [CLS] and [SEP] included", fixed=True)
-    vocab_file: str | None = option(
-        None, "BERT's vocab.txt, for a data set without a tokenizer beside it; in place of --tokenizer-model"
-    )
-    mask_prob: Annotated[float, OPEN_FRACTION] = option(0.15, "share of a sample's tokens that are masked")
-    short_seq_prob: Share = option(0.1, "share of samples whose length is drawn from 2 to the full one", fixed=True)
-    bert_no_binary_head: bool = option(
-        False, "train on masked tokens alone: samples of one part, and no sentence order", fixed=True
-    )
-    one_sentence_documents: str = option(
-        "mlm", "documents of one sentence: train on their masked tokens without sentence order, or skip them",
-        choices=("mlm", "skip"), fixed=True,
-    )  # fmt: skip
-    norm_placement: str = option(
-        "pre", "layer norms inside of the branches (the paper's Figure 7 b), or after each sum (Figure 7 a)",
-        choices=NORM_PLACEMENTS, fixed=True,
-    )  # fmt: skip
-    gelu: str = option("erf", "GELU by the error function, or by its approximation", choices=tuple(GELUS), fixed=True)
-    head_gelu: str | None = option(
-        None, "the same of the head of masked tokens (default: that of the layers)", choices=tuple(GELUS), fixed=True
-    )
-
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        super().validate(ranks)
+    def completed(self, ranks: int) -> BERTSettings:
+        """See `TransformerTask.completed`. Raises UsageError, too, where the tokenizer is no vocabulary of BERT's."""
+        config = self.config
         shortest = f"must be at least {SHORTEST_SEQUENCE}: [CLS], two parts and a [SEP] after each"
-        require(self.seq_length >= SHORTEST_SEQUENCE, f"{given(self, 'seq_length')}: {shortest}")
-        require(
-            self.vocab_file is None or self.tokenizer_model is None,
-            "--vocab-file and --tokenizer-model: both name the vocabulary; leave one of them out",
-        )
-        require(
-            not (self.canonical_shards and self.sequence_parallel and self.context_ranks > 1)
-            or self.tensor_model_parallel_size == 1,
-            "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT: its heads see "
-            "whole sequences on each rank",
-        )
-        if self.mock_data:
-            assert self.vocab_size is not None
+        require(config.seq_length >= SHORTEST_SEQUENCE, f"{given(config, 'seq_length')}: {shortest}")
+        if config.mock_data:
+            assert config.vocab_size is not None
             smallest = len(SPECIAL) + 1
             words = f"must be at least {smallest}: {', '.join(SPECIAL)} and a word"
-            require(self.vocab_size >= smallest, f"{given(self, 'vocab_size')}: {words}")
-
-    def completed(self, ranks: int) -> Self:
-        """The settings with the vocabulary's size and tokenizer. Raises UsageError if it is no vocabulary of BERT's."""
-        config = self
-        if self.vocab_file is not None:
+            require(config.vocab_size >= smallest, f"{given(config, 'vocab_size')}: {words}")
+        if config.vocab_file is not None:
             self.wordpieces()
-            config = replace(self, tokenizer_model=self.vocab_file, vocab_file=None)
-        path = shared_tokenizer(config.blend(), config.tokenizer_model)
+            config = replace(config, tokenizer_model=config.vocab_file, vocab_file=None)
+        path = shared_tokenizer(blend_of(config), config.tokenizer_model)
         require(
-            self.mock_data or path is not None,
+            config.mock_data or path is not None,
             "--vocab-file FILE: needed, as there is no --tokenizer-model and no tokenizer beside --data-path: samples "
             f"need the ids of {', '.join(SPECIAL)}",
         )
-        config = super(BERTTrainConfig, replace(config, tokenizer_model=path)).completed(ranks)
-        config.wordpieces()
-        return config
+        found = super(BERTTask, BERTTask(replace(config, tokenizer_model=path))).completed(ranks)
+        BERTTask(found).wordpieces()
+        return found
 
     def model(self) -> BERTConfig:
-        """The model's shape. ``vocab_size`` must be known."""
-        return BERTConfig(**self.shape(BERTConfig), binary_head=not self.bert_no_binary_head)
+        """The model's shape."""
+        return BERTConfig(**shape_of(self.config, BERTConfig), binary_head=self.binary_head)
+
+    @property
+    def binary_head(self) -> bool:
+        """Whether the model learns the order of the parts of a sample."""
+        return not self.config.bert_no_binary_head
 
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
@@ -114,34 +80,84 @@ class BERTTrainConfig(TransformerTrainConfig):
         return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
 
     def open_corpus(self) -> Corpus:
-        return open_masked_corpus(self, self.wordpieces(), self.rules())
+        return open_masked_corpus(self.config, self.wordpieces(), self.rules())
 
     def objective(self) -> MaskedTokens:
-        return MaskedTokens(binary_head=not self.bert_no_binary_head)
+        return MaskedTokens(binary_head=self.binary_head)
 
     @property
     def batches(self) -> Callable[..., MaskedBatches]:
-        return partial(MaskedBatches, binary_head=not self.bert_no_binary_head)
+        return partial(MaskedBatches, binary_head=self.binary_head)
 
     def wordpieces(self) -> WordPieces:
         """The tokens of the vocabulary by their use. Raises UsageError if [MASK], or one like it, is missing."""
-        if self.mock_data:
-            assert self.vocab_size is not None
-            return WordPieces.mock(self.vocab_size)
-        path = self.vocab_file or self.tokenizer_model
+        config = self.config
+        if config.mock_data:
+            assert config.vocab_size is not None
+            return WordPieces.mock(config.vocab_size)
+        path = config.vocab_file or config.tokenizer_model
         assert path is not None
         try:
             return Tokenizer.from_file(path).wordpieces()
         except (OSError, ValueError) as error:
-            name = "--vocab-file" if self.vocab_file else "--tokenizer-model"
+            name = "--vocab-file" if config.vocab_file else "--tokenizer-model"
             raise UsageError(f"{name}: {error}" if path in str(error) else f"{name} {path}: {error}") from error
 
     def rules(self) -> SampleRules:
         """How samples are made."""
+        config = self.config
         return SampleRules(
-            self.seq_length, self.seed, self.mask_prob, self.short_seq_prob, not self.bert_no_binary_head,
-            self.one_sentence_documents == "mlm",
+            config.seq_length, config.seed, config.mask_prob, config.short_seq_prob, self.binary_head,
+            config.one_sentence_documents == "mlm",
         )  # fmt: skip
+
+    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
+        """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""
+        model, grid = self.trainer.model, self.trainer.grid
+        assert isinstance(model, BERT)
+        masked, completed = self._sample(model)
+        if evaluated is None:
+            return Remarks(None, masked, completed, completes=True)
+        measures = {f"validation_{name}": mean.loss for name, mean in evaluated.items()}
+        right = RightPredictions(binary_head=self.binary_head)
+        with model.without_context():
+            shares = evaluate_sources(model, right, self.held_out, grid, schedule=self.trainer.schedule).means
+        measures |= {name: mean.loss for name, mean in shares.items()}
+        size = model.config.vocab_size
+        unigram = unigram_entropy(self.corpus, size, self.evaluated, grid.world)
+        return Remarks(unigram, masked, completed, measures, completes=True)
+
+    def _sample(self, model: BERT) -> tuple[str, str]:
+        """The first held-out sample that has masks, or of training, and how the model fills them in."""
+        samples = self.evaluated[0].held_out if self.evaluated else self.corpus.sources[0].training
+        first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
+        row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
+        arrays = row.tokens, row.types, np.array(row.length), row.positions
+        predicted = self._predicted(model, *(to_device(torch.from_numpy(one)[None], model.device) for one in arrays))
+        masked = row.labels != IGNORED
+        positions = row.positions[masked].tolist()
+        guesses = dict(zip(positions, self._words(predicted[0][torch.from_numpy(masked)]), strict=True))
+        truth = dict(zip(positions, self._words(row.labels[masked]), strict=True))
+        return filled(self._words(row.tokens[: row.length]), guesses, truth)
+
+    def _predicted(self, model: BERT, tokens: Tensor, types: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """What `predict` finds at ``positions``: int64 [1, K] on all ranks."""
+        schedule, found = self.trainer.schedule, torch.zeros_like(positions)
+
+        def best(model: BERT) -> Tensor:
+            return found.copy_(predict(model, tokens, types, lengths, positions)[0])
+
+        model.eval()
+        with torch.no_grad(), model.without_context():
+            schedule.evaluate(1, lambda _, at: schedule.call(model, at, best), lambda _: model.activations(tokens))
+        model.train()
+        schedule.pipeline.broadcast(found, schedule.pipeline.size - 1)
+        return found
+
+    def _words(self, ids: Tensor | np.ndarray[Any, Any]) -> list[str]:
+        numbers = [int(number) for number in ids]
+        tokenizer = self.corpus.tokenizer
+        return [str(number) for number in numbers] if tokenizer is None else tokenizer.tokens(numbers)
 
 
 @dataclass(frozen=True)
@@ -212,55 +228,3 @@ class MaskedTokens:
             positions=batch.positions, randomness=randomness,
         )  # fmt: skip
         return (masked,) if order is None else (masked, order)
-
-
-class BERTTask(TransformerTask[BERTTrainConfig]):
-    """The training of a BERT as `trainers.run.loop.train` runs it."""
-
-    def remarks(self, evaluated: Mapping[str, Mean] | None) -> Remarks:
-        """The held-out losses and accuracies, a sample with its masks filled in, and the loss of a unigram model."""
-        model, grid = self.trainer.model, self.trainer.grid
-        assert isinstance(model, BERT)
-        masked, completed = self._sample(model)
-        if evaluated is None:
-            return Remarks(None, masked, completed, completes=True)
-        measures = {f"validation_{name}": mean.loss for name, mean in evaluated.items()}
-        right = RightPredictions(binary_head=not self.config.bert_no_binary_head)
-        with model.without_context():
-            shares = evaluate_sources(model, right, self.held_out, grid, schedule=self.trainer.schedule).means
-        measures |= {name: mean.loss for name, mean in shares.items()}
-        size = model.config.vocab_size
-        unigram = unigram_entropy(self.corpus, size, self._evaluated, grid.world)
-        return Remarks(unigram, masked, completed, measures, completes=True)
-
-    def _sample(self, model: BERT) -> tuple[str, str]:
-        """The first held-out sample that has masks, or of training, and how the model fills them in."""
-        samples = self._evaluated[0].held_out if self._evaluated else self.corpus.sources[0].training
-        first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
-        row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
-        arrays = row.tokens, row.types, np.array(row.length), row.positions
-        predicted = self._predicted(model, *(to_device(torch.from_numpy(one)[None], model.device) for one in arrays))
-        masked = row.labels != IGNORED
-        positions = row.positions[masked].tolist()
-        guesses = dict(zip(positions, self._words(predicted[0][torch.from_numpy(masked)]), strict=True))
-        truth = dict(zip(positions, self._words(row.labels[masked]), strict=True))
-        return filled(self._words(row.tokens[: row.length]), guesses, truth)
-
-    def _predicted(self, model: BERT, tokens: Tensor, types: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
-        """What `predict` finds at ``positions``: int64 [1, K] on all ranks."""
-        schedule, found = self.trainer.schedule, torch.zeros_like(positions)
-
-        def best(model: BERT) -> Tensor:
-            return found.copy_(predict(model, tokens, types, lengths, positions)[0])
-
-        model.eval()
-        with torch.no_grad(), model.without_context():
-            schedule.evaluate(1, lambda _, at: schedule.call(model, at, best), lambda _: model.activations(tokens))
-        model.train()
-        schedule.pipeline.broadcast(found, schedule.pipeline.size - 1)
-        return found
-
-    def _words(self, ids: Tensor | np.ndarray[Any, Any]) -> list[str]:
-        numbers = [int(number) for number in ids]
-        tokenizer = self.corpus.tokenizer
-        return [str(number) for number in numbers] if tokenizer is None else tokenizer.tokens(numbers)

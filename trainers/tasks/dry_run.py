@@ -1,4 +1,4 @@
-"""``--dry-run``: the memory of a rank and the time of a step, by the formulas of `commengine.cost`."""
+"""``--dry-run``: the memory of a rank and the time of a step, by the formulas of `tplayers.formulas`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
 from tplayers import BERTConfig, StageInput, formulas
 from tplayers.formulas import Collective, KeptTensors, StageShape
-from trainers.config import bucket_size, overlapped
 from trainers.pipeline.orders import order
+from trainers.settings import derived
+from trainers.settings.commands import TransformerSettings
 from trainers.training.precision import parameter_dtype
 
-from .transformer import TransformerTrainConfig
+from .kinds import task_of
 
 #: seconds for which products are timed
 PRODUCT_SECONDS = 0.2
@@ -82,7 +83,7 @@ def _mb(found: list[Collective]) -> str:
     return f"{sum(one.count * one.size for one in found) / 1e6:,.4g} MB"
 
 
-def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensors:
+def kept_tensors(config: TransformerSettings, *, overlap: bool) -> KeptTensors:
     """The settings that decide which tensors a rank keeps. overlap: whether gradients are sent during the backward."""
     element = _dtype(config).itemsize
     drawn = _draws_by_position(config) and not _in_blocks(config)
@@ -94,45 +95,46 @@ def kept_tensors(config: TransformerTrainConfig, *, overlap: bool) -> KeptTensor
     )  # fmt: skip
 
 
-def _draws_by_position(config: TransformerTrainConfig) -> bool:
+def _draws_by_position(config: TransformerSettings) -> bool:
     """Whether attention has dropout of which no fused kernel draws the mask."""
     return config.attention_dropout > 0 and config.attention_dropout_mask == "position"
 
 
-def _in_blocks(config: TransformerTrainConfig) -> bool:
+def _in_blocks(config: TransformerSettings) -> bool:
     """Whether attention has one block of scores at a time, and keeps none."""
-    return config.context_parallel_size > 1 and config.context_method != "ulysses"
+    return config.context_parallel_size > 1 and derived.context_method(config) != "ulysses"
 
 
-def block_of_scores(config: TransformerTrainConfig) -> float:
+def block_of_scores(config: TransformerSettings) -> float:
     """The bytes of the largest block of scores of a ring or a gather: fp32, dropped, and the mask; 0 if it is fused.
 
     No block is kept for the backward.
     """
     if not (_draws_by_position(config) and _in_blocks(config)):
         return 0.0
-    heads = config.model().head_split(config.tensor_model_parallel_size).local_heads
+    heads = task_of(config).model().head_split(config.tensor_model_parallel_size).local_heads
     return config.micro_batch_size * heads * (config.seq_length / config.context_parallel_size) ** 2 * (4 + 4 + 1)
 
 
-def _dtype(config: TransformerTrainConfig) -> torch.dtype:
+def _dtype(config: TransformerSettings) -> torch.dtype:
     return parameter_dtype(bf16=config.bf16, fp16=config.fp16)
 
 
-def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device) -> dict[str, list[Collective]]:
+def collectives(config: TransformerSettings, ranks: int, device: torch.device) -> dict[str, list[Collective]]:
     """The collectives of a rank in a step, by group, for ``config`` as in `forecast`. Not collective.
 
     Of a pipeline they are those of a rank with the most layers, and with the output layer.
     """
     tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
-    data, shape, context = ranks // config.replica_size, config.cost_shape(), config.context_parallel_size
-    expert = config.expert_ranks
+    data, context, task = ranks // derived.replica_size(config), config.context_parallel_size, task_of(config)
+    shape = task.cost_shape()
+    expert = derived.expert_ranks(config)
     most = max(_stages(config), key=lambda stage: stage.layers)
     whole = replace(shape, layers=most.layers)
     here = replace(whole, seq=shape.seq // context)
-    microbatches = config.batch_size(data) // (micro * data)
-    model = config.model()
+    microbatches = derived.batch_size(config, data) // (micro * data)
+    model = task_of(config).model()
     order_head = not isinstance(model, BERTConfig) or model.binary_head
 
     run = formulas.tensor_parallel_collectives(
@@ -143,7 +145,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     run += formulas.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
     of_tensor = [one for one in run for _ in range(microbatches)]
     run = formulas.context_collectives(
-        whole, micro, tensor, context, config.context_method, element_bytes=size, recompute=recompute,
+        whole, micro, tensor, context, derived.context_method(config), element_bytes=size, recompute=recompute,
         order_head=order_head,
     )  # fmt: skip
     of_context = [one for one in run for _ in range(microbatches)]
@@ -151,7 +153,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     of_expert = [one for one in run for _ in range(microbatches)]
 
     def reduced(owned: float, ranks: int) -> list[Collective]:
-        buckets = math.ceil(owned / bucket_size(config.ddp_bucket_size, device, data * context))
+        buckets = math.ceil(owned / derived.bucket_size(config.ddp_bucket_size, device, data * context))
         return formulas.data_parallel_collectives(
             owned, ranks, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
             zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
@@ -163,7 +165,7 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     of_replicas = reduced(apart, data * context // expert) if apart else []
     message = size * micro * here.seq * config.hidden_size / (tensor if config.sequence_parallel else 1)
     why = "activations forward, gradients backward"
-    messages = [Collective("p2p", message, 2, 2 * config.chunks * microbatches, why)] if stages > 1 else []
+    messages = [Collective("p2p", message, 2, 2 * derived.chunks(config) * microbatches, why)] if stages > 1 else []
     replicas = "data" if context == 1 else "replicas"
     of_groups = (
         ("tensor", of_tensor), ("context", of_context), ("expert", of_expert), (replicas, of_data),
@@ -172,14 +174,15 @@ def collectives(config: TransformerTrainConfig, ranks: int, device: torch.device
     return {name: found for name, found in of_groups if found}
 
 
-def _stages(config: TransformerTrainConfig) -> list[StageShape]:
+def _stages(config: TransformerSettings) -> list[StageShape]:
     """The layers of each rank of the pipeline, all its chunks together."""
-    return [StageShape(len(part.numbers), part.first, part.last) for part in config.parts()]
+    return [StageShape(len(part.numbers), part.first, part.last) for part in task_of(config).parts()]
 
 
-def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, float]:
+def _busiest(config: TransformerSettings, microbatches: int) -> tuple[float, float]:
     """(FLOPs of the busiest stage, FLOPs' worth of time for which it waits for others) in a step of one replica."""
-    shape, recompute, micro = config.cost_shape(), config.recompute_granularity or "none", config.micro_batch_size
+    task, recompute, micro = task_of(config), config.recompute_granularity or "none", config.micro_batch_size
+    shape = task.cost_shape()
 
     def flops(layers: int, again: str) -> float:
         shares = config.tensor_model_parallel_size * config.context_parallel_size
@@ -187,9 +190,9 @@ def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, 
 
     layer, forward = (flops(2, again) - flops(1, again) for again in (recompute, "none"))
     ends = flops(1, "none") - forward
-    stages, chunks = config.pipeline_model_parallel_size, config.chunks
+    stages, chunks = config.pipeline_model_parallel_size, derived.chunks(config)
     seconds: dict[tuple[int, bool, int], float] = {}
-    for rank, part in enumerate(config.parts()):
+    for rank, part in enumerate(task_of(config).parts()):
         for chunk, numbers in enumerate(part.chunks):
             last = ends if part.ends(StageInput(chunk)) else 0.0
             seconds[rank, False, chunk] = (len(numbers) * forward + last) / 3
@@ -202,7 +205,7 @@ def _busiest(config: TransformerTrainConfig, microbatches: int) -> tuple[float, 
 
 
 def forecast(
-    config: TransformerTrainConfig, ranks: int, rate: float, device: torch.device, model: FittedModel | None = None
+    config: TransformerSettings, ranks: int, rate: float, device: torch.device, model: FittedModel | None = None
 ) -> Forecast:
     """The forecast for ``config``, which is valid and complete for ``ranks`` ranks. Not collective.
 
@@ -211,18 +214,18 @@ def forecast(
     """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context = config.context_parallel_size
-    data = ranks // config.replica_size
-    kept = kept_tensors(config, overlap=overlapped(config.overlap_grad_reduce, device))
-    shape, scores = config.cost_shape(), block_of_scores(config)
+    data = ranks // derived.replica_size(config)
+    kept = kept_tensors(config, overlap=derived.overlapped(config.overlap_grad_reduce, device))
+    shape, scores = task_of(config).cost_shape(), block_of_scores(config)
     block = {"one block of scores": scores} if scores else {}
-    batch, groups = config.batch_size(data), collectives(config, ranks, device)
+    batch, groups = derived.batch_size(config, data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * _seconds(model, one) for one in every)
     if stages == 1:
         memory = block | formulas.training_bytes(
-            shape, config.micro_batch_size, tensor, data, kept, context=context, expert=config.expert_ranks
+            shape, config.micro_batch_size, tensor, data, kept, context=context, expert=derived.expert_ranks(config)
         )
         flops = formulas.model_flops(shape, batch, kept.recompute) / ranks
         return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
@@ -230,14 +233,14 @@ def forecast(
     uses = [
         formulas.training_bytes(
             shape, config.micro_batch_size, tensor, data, kept, stage,
-            formulas.kept_microbatches(number, stages, microbatches, config.chunks), context=context,
-            expert=config.expert_ranks,
+            formulas.kept_microbatches(number, stages, microbatches, derived.chunks(config)), context=context,
+            expert=derived.expert_ranks(config),
         )
         for number, stage in enumerate(_stages(config))
     ]  # fmt: skip
     memory = max(uses, key=lambda use: sum(use.values())) | block
     most, waits = _busiest(config, microbatches)
-    counts = [[len(chunk) for chunk in part.chunks] for part in config.parts()]
+    counts = [[len(chunk) for chunk in part.chunks] for part in task_of(config).parts()]
     cut = " + ".join(str(one if len(one) > 1 else one[0]) for one in counts)
     return Forecast(memory, most, rate, groups, communication, batch * config.seq_length, cut, waits / rate)
 
@@ -247,11 +250,11 @@ def _seconds(model: FittedModel, one: Collective) -> float:
     return model.seconds("p2p" if one.operation == "sendrecv" else one.operation, one.size, one.ranks)
 
 
-def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
+def product_rate(config: TransformerSettings, comm: Communicator) -> float:
     """The FLOP/s of the slowest rank in the MLP's product, while all ranks compute. Collective."""
     dtype = _dtype(config)
     rows, columns = config.micro_batch_size * config.seq_length, config.hidden_size
-    width = config.model().ffn_size // config.tensor_model_parallel_size
+    width = task_of(config).model().ffn_size // config.tensor_model_parallel_size
     left, right = (torch.ones(*size, dtype=dtype, device=comm.device) for size in ((rows, columns), (columns, width)))
     times: list[float] = []
     torch.mm(left, right)
@@ -268,7 +271,7 @@ def product_rate(config: TransformerTrainConfig, comm: Communicator) -> float:
     return 2.0 * rows * columns * width / slowest
 
 
-def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
+def dry_run(config: TransformerSettings, comm: Communicator) -> bool:
     """Print the forecast on rank 0 if ``--dry-run`` asks for it, and return whether it does. Collective.
 
     Raises UsageError, on every rank, for a file of ``--cost-model`` that cannot be used.
@@ -282,10 +285,10 @@ def dry_run(config: TransformerTrainConfig, comm: Communicator) -> bool:
             model = None if config.cost_model is None else FittedModel.load(Path(config.cost_model))
             found = forecast(config, comm.size, rate, comm.device, model)
         stages = config.pipeline_model_parallel_size
-        layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // config.replica_size}"
+        layout = f"tensor {config.tensor_model_parallel_size} x data {comm.size // derived.replica_size(config)}"
         layout += f" x context {config.context_parallel_size}" if config.context_parallel_size > 1 else ""
         layout += f" x pipeline {stages}" if stages > 1 else ""
-        layout += f", in expert groups of {config.expert_ranks}" if config.expert_ranks > 1 else ""
+        layout += f", in expert groups of {derived.expert_ranks(config)}" if derived.expert_ranks(config) > 1 else ""
         print(f"--dry-run on {comm.size} ranks, {layout}: nothing is trained")
         print("\n".join(found.lines()), flush=True)
 

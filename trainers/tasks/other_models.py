@@ -10,27 +10,43 @@ from typing import Any
 from commengine import UsageError
 from commengine.errors import usage_errors
 from commengine.options.declared import require_ranges
+from trainers import presets
 from trainers.checkpoints import checkpoint
-from trainers.config import of_other_program
+from trainers.settings.saving import of_other_program
 from trainers.weights.configurations import other_dropout
 from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
+
+from .kinds import task_of
 
 #: settings with which Megatron-LM's files are read where they do not say it themselves
 ASKED = ("vocab_size", "num_attention_heads")
 
 
+def implied(kind: Any, value: Callable[[str], Any]) -> dict[str, Any]:
+    """The settings that the words of a command line set: those of ``--load``, and then those of ``--preset``.
+
+    kind, value: as for `settings_of_load`.
+    """
+    found: dict[str, Any] = {}
+    if (load := value("load")) is not None:
+        found |= settings_of_load(kind, load, value)
+    if (preset := value("preset")) is not None:
+        found |= presets.settings(preset, kind.kind)
+    return found
+
+
 def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mapping[str, Any]:
     """The settings that ``--load`` gives: those of another program's model, or of a run that came from one.
 
-    kind: the class of the settings, whose ``task`` is the kind of model. value: of another option, by name; None if it
+    kind: the class of the settings, whose ``kind`` is that of the model. value: of another option, by name; None if it
     is not given. Of any other run there are none: its flags are given again. Raises UsageError where the files cannot
     be read, or hold another kind of model.
     """
     if of_other_program(load):
         other = open_other(load, **{name: value(name) for name in ASKED})
         other.close()
-        require_kind(load, other, kind.task)
+        require_kind(load, other, kind.kind)
         _require_one_dropout(load, other.settings.get("hf_files"), value)
         return _of_fields(kind, other.settings)
     if (found := checkpoint.find(Path(load))) is None:
@@ -72,18 +88,5 @@ def settings_of_other(kind: Any, other: OtherModel, load: str) -> Any:
     settings = kind(**_of_fields(kind, other.settings))
     with usage_errors(f"--load {load}: "):
         require_ranges(settings)
-        settings.model()
+        task_of(settings).model()
     return settings
-
-
-def require_same(config: Any, other: OtherModel, load: str) -> None:
-    """Raise UsageError unless the settings that change what a model computes are those of ``other``."""
-    values = config.to_json()
-    for item in fields(config):
-        name = item.name
-        if item.metadata["fixed"] and name in other.settings and name != "seq_length":
-            mine, theirs = values[name], other.settings[name]
-            if name == "ffn_hidden_size":
-                mine = config.model().ffn_size
-            if mine != theirs:
-                raise UsageError(f"--{name.replace('_', '-')} {mine}: the model of --load {load} has {theirs}")

@@ -1,143 +1,102 @@
-"""The settings that every transformer shares in its training."""
+"""TransformerTask: what the training of every transformer makes of its settings."""
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
+import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import fields
+from functools import partial
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
-from commengine.options.declared import as_flags, given, option, require
-from commengine.options.ranges import Heads, Length, Positive, Text, Vocabulary, Width
-from tplayers import BERT, GPT, ModelPart, TransformerConfig, formulas
-from trainers import presets
-from trainers.config import LOAD, TrainConfig, of_other_program
+from commengine.options.declared import given, require
+from commengine.rank_zero import on_every_rank
+from tplayers import BERT, GPT, ContextGroup, ModelPart, TransformerConfig, formulas, use_canonical_shards
+from tplayers.formulas import TransformerShape
 from trainers.data.batches import GlobalBatches
-from trainers.data.corpus import Corpus, TextConfig
+from trainers.data.corpus import Corpus, HeldOutPart, complete_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
+from trainers.run.evaluation import HeldOut
+from trainers.settings import derived
+from trainers.settings.commands import TransformerSettings
+from trainers.settings.saving import of_other_program
 from trainers.training.interfaces import Objective
-from trainers.weights.opening import open_other
+from trainers.training.trainer import Trainer
+from trainers.weights.export import SmallFiles
+from trainers.weights.opening import fill_model, open_other
 from trainers.weights.other_model import OtherModel
 
-from .context import ContextConfig
-from .other_models import require_same, settings_of_load
-from .same_bits import SameBitsConfig
+from .fitting import require_context, require_memory, require_same, require_shards, require_split
+from .training import ExportedTask, new_model
+
+Settings = TypeVar("Settings", bound=TransformerSettings)
 
 
-@dataclass(frozen=True)
-class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
-    """A training run of a transformer on text: the settings that GPT and BERT share.
+class TransformerTask(ExportedTask, Generic[Settings]):
+    """The training of a transformer on text. All that it needs is made here, of its settings.
 
-    A subclass says what is trained: `model`, `network`, `open_corpus`, `batches` and `objective`.
+    A subclass says what is trained: `model`, `network`, `open_corpus`, `batches`, `objective` and `remarks`. `started`
+    makes the corpus and the trainer; without it, a task only tells what it would make.
 
-    task: the kind of model whose presets the run may name (`trainers.presets`).
+    config: the settings. ``vocab_size`` must be known for all methods but `completed`.
     """
 
-    task: ClassVar[str]
+    kind: ClassVar[str]
+    settings: ClassVar[type[Any]]
+    corpus: Corpus
+    #: the held-out part of each source that is evaluated
+    evaluated: list[HeldOutPart]
 
-    load: Text | None = option(
-        None, f"{LOAD}. hf:FOLDER or megatron:FOLDER starts a new run with the weights, the shape and the tokenizer of "
-        "another program's model", sets=settings_of_load,
-    )  # fmt: skip
-    hf_files: Text | None = option(
-        None, "folder of Hugging Face whose config.json and tokenizer the exports repeat (default: that of --load)"
-    )
-    preset: str | None = option(
-        None, "a model of the paper with its recipe; other flags and --config win. list prints them",
-        sets=lambda settings, name, _: presets.settings(name, settings.task),
-    )  # fmt: skip
-    hidden_size: Width = option(768, "width of the residual stream", fixed=True)
-    num_attention_heads: Heads = option(12, "attention heads", fixed=True)
-    ffn_hidden_size: Width | None = option(
-        None, "width of the feed-forward block (default 4 * hidden size)", fixed=True
-    )
-    max_position_embeddings: Length | None = option(
-        None, "positions that the model knows (default seq-length)", fixed=True, default_of="seq_length"
-    )
-    norm_epsilon: Positive = option(1e-5, "added to the variance in all norms", fixed=True)
-    make_vocab_size_divisible_by: Vocabulary = option(
-        1024, "pad the vocabulary to a multiple of this, at every TP size", fixed=True
-    )
+    def __init__(self, config: Settings) -> None:
+        self.config = config
 
-    dry_run: bool = option(False, "print the memory of a rank and the predicted time of a step, and train nothing")
-    cost_model: Text | None = option(None, "with --dry-run: a model of bench.study, for the time of the collectives")
+    @classmethod
+    def started(cls, config: Settings, world: Communicator) -> Self:
+        """A task with its corpus and its trainer. config: valid and complete. Collective over ``world``."""
+        task = cls(config)
+        task.corpus = on_every_rank(world, task.open_corpus)
+        task.trainer = task.new_trainer(world, task.corpus)
+        task.tokens_per_sample = config.seq_length
+        task.evaluated = task.corpus.held_out(config.eval_iters, task.trainer.batches.size)
+        task.held_out = []
+        for part in task.evaluated:
+            batches = task.new_batches(part.held_out, task.trainer.grid.data, f"--data-path {part.name}", "held-out ")
+            task.held_out.append(HeldOut(part.name, part.weight, batches, part.iterations))
+        return task
 
-    @property
-    def positions(self) -> int:
-        """The number of positions that the model knows."""
-        return self.max_position_embeddings or self.seq_length
+    # The settings
 
-    def validate(self, ranks: int) -> None:
-        """Raise UsageError, naming the option and what is valid, unless this run is possible on ``ranks`` ranks."""
-        super().validate(ranks)
-        longest = given(self, "max_position_embeddings")
-        require(self.seq_length <= self.positions, f"{given(self, 'seq_length')}: must not exceed {longest}")
-        require(self.dry_run or self.cost_model is None, f"{given(self, 'cost_model')}: goes with --dry-run")
-        require(
-            self.attention_dropout_mask == "position" or self.attention_dropout == 0 or not self.deterministic,
-            f"{given(self, 'attention_dropout_mask')}: excludes --deterministic, because the mask depends on the ranks",
-        )
-        require(
-            not self.sequence_parallel or self.seq_length % (self.canonical_shards or 1) == 0,
-            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} with "
-            "--sequence-parallel",
-        )
-        require(
-            self.canonical_shards is None
-            or self.canonical_parts == 1
-            or self.seq_length % max(self.canonical_shards, self.canonical_parts) == 0,
-            f"{given(self, 'seq_length')}: must be a multiple of --deterministic-shards {self.canonical_shards} and of "
-            f"--deterministic-parts {self.canonical_parts}",
-        )
+    def completed(self, ranks: int) -> Settings:
+        """The settings with the tokenizer, the vocabulary and canonical sizes, valid for ``ranks`` ranks.
 
-    def completed(self, ranks: int) -> Self:
-        """The settings with the vocabulary's size. Raises UsageError if the model does not split over the ranks."""
-        config = super().completed(ranks)
-        if config.dry_run and config.load is not None and of_other_program(config.load):
-            config.open_other().close()  # a run opens it when its trainer is made
-        config.require_split(ranks)
-        config.require_context(config.model(), config.seq_length)
-        config.require_shards(config.model())
-        config = config.with_canonical_sizes()
-        config.require_memory()
-        return config
-
-    def require_split(self, ranks: int) -> None:
-        """Raise UsageError, with the sizes that would work, unless the model splits over ``ranks`` ranks as it should.
-
-        ``vocab_size`` must be known.
+        It reads files. Raises UsageError or ValueError, naming the option that does not fit.
         """
-        require_split(self.model(), self, ranks)
+        task = type(self)(complete_corpus(self.config))
+        if task.config.dry_run and of_other_program(task.config.load):
+            task.open_other().close()  # a run opens it when its trainer is made
+        shape = task.model()
+        require_split(shape, task.config, ranks)
+        require_context(shape, task.config)
+        require_shards(shape, task.config)
+        require_memory(shape, task.config)
+        return derived.with_canonical_sizes(task.config)
 
     @classmethod
     def of_the_model(cls) -> set[str]:
         """The names of the settings that a checkpoint needs so that its model can be built again from it alone."""
-        of_data = ("global_batch_size", "seed", "split", "mock_data")
-        fixed = {item.name for item in fields(cls) if item.metadata["fixed"]}
-        return (fixed | {"hidden_dropout", "attention_dropout", "bf16", "fp16", "tokenizer_model"}) - set(of_data)
+        of_data = {"global_batch_size", "seed", "split", "mock_data"}
+        fixed = {item.name for item in fields(cls.settings) if item.metadata["fixed"]}
+        return (fixed | {"hidden_dropout", "attention_dropout", "bf16", "fp16", "tokenizer_model"}) - of_data
 
-    def open_other(self) -> OtherModel:
-        """The model of another program that ``--load`` names. Not collective.
-
-        Raises UsageError where it cannot be read, or a setting that changes the function is not that of the model.
-        """
-        assert self.load is not None
-        other = open_other(self.load, vocab_size=self.vocab_size, num_attention_heads=self.num_attention_heads)
-        try:
-            require_same(self, other, self.load)
-        except UsageError:
-            other.close()
-            raise
-        return other
+    # The model
 
     @abstractmethod
     def model(self) -> TransformerConfig:
-        """The model's shape. ``vocab_size`` must be known."""
+        """The model's shape."""
 
     @abstractmethod
     def network(
@@ -151,15 +110,77 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
 
     def groups(self, grid: ProcessGrid) -> dict[str, Any]:
         """The other groups of the model's ranks, by the names of its arguments. Collective over them."""
-        return {"context": self.context_group(grid)}
+        config = self.config
+        if config.context_parallel_size == 1:
+            return {"context": None}
+        method: Any = derived.context_method(config)
+        threaded = bool(config.overlap_p2p_communication)
+        return {"context": ContextGroup(grid.context, method, causal=config.causal, threaded=threaded)}
 
     def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
         return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], **self.groups(grid))
 
-    def cost_shape(self) -> formulas.TransformerShape:
-        """See `StagesConfig.cost_shape`. ``vocab_size`` must be known."""
-        return self.model().cost_shape(self.seq_length, self.task, self.tensor_model_parallel_size)
+    def parts(self) -> list[ModelPart]:
+        """The layers of each stage: stretches of the size that is asked for, or one, cut by the cost of products."""
+        config, last = self.config, 0.0
+        stages, chunks = config.pipeline_model_parallel_size, derived.chunks(config)
+        if config.num_layers_per_virtual_pipeline_stage is None and stages > 1:
+            last = formulas.output_layers(self.cost_shape(), config.recompute_granularity or "none")
+        cut = formulas.cut_layers(config.num_layers, stages * chunks, last)
+        return [ModelPart(config.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]
+
+    def cost_shape(self) -> TransformerShape:
+        """The shape of the model, for formulas."""
+        config = self.config
+        return self.model().cost_shape(config.seq_length, config.kind, config.tensor_model_parallel_size)
+
+    def open_other(self) -> OtherModel:
+        """The model of another program that ``--load`` names. Not collective.
+
+        Raises UsageError where it cannot be read, or a setting that changes the function is not that of the model.
+        """
+        config = self.config
+        assert config.load is not None
+        other = open_other(config.load, vocab_size=config.vocab_size, num_attention_heads=config.num_attention_heads)
+        try:
+            require_same(config, self.model().ffn_size, other, config.load)
+        except UsageError:
+            other.close()
+            raise
+        return other
+
+    def new_trainer(self, world: Communicator, corpus: Corpus) -> Trainer:
+        """A trainer of a new model on training samples of ``corpus``. Collective over ``world``.
+
+        The model has its initial values, or those of ``--load hf:FOLDER``.
+        """
+        config = self.config
+
+        def fresh() -> Trainer:
+            samples = corpus.stream(config.seed)
+            grid, model = new_model(config, world, self.stage)
+            shards = derived.canonical_shards(config)
+            if shards is not None:
+                require(
+                    world.device.type == "cpu",
+                    "--deterministic: needs --device cpu; "
+                    f"on {world.device} products and reductions have orders of their own",
+                )
+                use_canonical_shards(model, grid.tensor, shards, derived.canonical_parts(config))
+            batches = self.new_batches(samples, grid.data, given(config, "data_path"))
+            return Trainer(config, grid, model, self.objective(), batches)
+
+        if config.load is None or not of_other_program(config.load):
+            return fresh()
+        with contextlib.closing(on_every_rank(world, self.open_other)) as other:  # before the model takes its memory
+            trainer = fresh()
+            model = trainer.model
+            assert isinstance(model, GPT | BERT)
+            fill_model(config.load, other, model, model.config, world, partial(trainer.optimizer.fill, "master"))
+        return trainer
+
+    # The data
 
     @abstractmethod
     def open_corpus(self) -> Corpus:
@@ -178,73 +199,28 @@ class TransformerTrainConfig(SameBitsConfig, ContextConfig, TextConfig, ABC):
         self, samples: Samples | SampleStream, data: Communicator, path: str, kind: str = ""
     ) -> GlobalBatches[Any]:
         """The batches of ``samples`` for a rank of ``data``, the data group. path, kind: of them, for errors."""
+        config = self.config
         unusable = (
-            f"a {kind}token lies outside the vocabulary of {self.vocab_size}: was {path} made with another tokenizer, "
-            "or is --vocab-size too small?"
+            f"a {kind}token lies outside the vocabulary of {config.vocab_size}: was {path} made with another "
+            "tokenizer, or is --vocab-size too small?"
         )
         return self.batches(
-            samples, size=self.batch_size(data.size), micro=self.samples_at_once, data=data,
-            vocab_size=self.vocab_size, unusable=unusable,
+            samples, size=derived.batch_size(config, data.size), micro=derived.samples_at_once(config), data=data,
+            vocab_size=config.vocab_size, unusable=unusable,
         )  # fmt: skip
 
-    def shape(self, kind: type[Any]) -> dict[str, Any]:
-        """The fields of the model's configuration ``kind`` that are settings. ValueError without ``vocab_size``."""
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is missing")
-        return self.model_fields(kind) | {"max_position_embeddings": self.positions}
-
-    def require_memory(self) -> None:
-        """Raise UsageError if the parameters, or what a layer keeps of a micro-batch, exceed all memory of a machine.
-
-        A lower bound, so that no run that is possible is refused: weights and gradients in the parameters' dtype, the
-        input of each layer (of one layer with full recomputation), and nothing else. The heads of a BERT count, which
-        are small, also those that it may lack. Stages of a pipeline count as equal.
-        """
-        assert self.vocab_size is not None
-        tensor, element = self.tensor_model_parallel_size, 2 if self.bf16 or self.fp16 else 4
-        width = self.hidden_size
-        stages = self.pipeline_model_parallel_size
-        shape = self.model().cost_shape(self.positions, self.task, tensor)
-        weights = formulas.parameters(shape, tensor, expert=self.expert_ranks) / stages
-        kept = 1 if self.recompute_granularity == "full" else self.num_layers // stages
-        shares = self.context_parallel_size * (tensor if self.sequence_parallel else 1)
-        inputs = kept * self.micro_batch_size * self.seq_length * width // shares
-        there = machine_memory(self.device)
-        for needed, what in (
-            (2 * element * weights, f"weights and gradients of {weights:.3g} parameters: --hidden-size {width}, "
-             f"--num-layers {self.num_layers}, --vocab-size {self.vocab_size}, --max-position-embeddings "
-             f"{self.positions}"),
-            (element * inputs, f"the inputs of its layers, for --micro-batch-size {self.micro_batch_size} times "
-             f"--seq-length {self.seq_length} tokens of --hidden-size {width}"),
-        ):  # fmt: skip
-            message = f"the model needs {needed / 1e9:,.1f} GB a rank for {what}; the machine has {there / 1e9:,.1f} GB"
-            require(needed <= there, message)
-
-    def batch_size(self, replicas: int) -> int:
-        """The samples of a global batch on ``replicas`` data-parallel ranks."""
-        return self.global_batch_size or self.micro_batch_size * replicas
+    def small_files(self) -> SmallFiles:
+        return SmallFiles(self.config.hf_files, self.config.tokenizer_model)
 
 
-def require_split(shape: TransformerConfig, settings: TrainConfig, ranks: int) -> None:
-    """Raise UsageError, with the sizes that would work, unless a model of ``shape`` splits over ``ranks`` ranks.
-
-    settings: of the command, which have the tensor-parallel size and the options that the message names.
-    """
-    try:
-        shape.require_parallel(settings.tensor_model_parallel_size, ranks=ranks)
-    except ValueError as error:
-        words = str(error).replace("tensor-model-parallel size", "--tensor-model-parallel-size")
-        padded = "--vocab-size, padded to a multiple of --make-vocab-size-divisible-by: "
-        words = words.replace("padded_vocab_size=", padded).replace("ranks=", "ranks: ")
-        fits = shape.pad_attention_heads or shape.num_attention_heads % settings.tensor_model_parallel_size == 0
-        hint = "" if fits else "; --pad-attention-heads adds heads of zeros"
-        raise UsageError(as_flags(words, type(settings)) + hint) from error
+def shape_of(config: TransformerSettings, kind: type[Any]) -> dict[str, Any]:
+    """The fields of the model's configuration ``kind`` that are settings. ValueError without ``vocab_size``."""
+    if config.vocab_size is None:
+        raise ValueError("vocab_size is missing")
+    return model_fields(config, kind) | {"max_position_embeddings": derived.positions(config)}
 
 
-def machine_memory(device: str | None) -> int:
-    """The bytes of memory of this machine, or of its first CUDA device; the larger if ``device`` leaves the choice."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device == "cpu" or not torch.cuda.is_available():
-        return host
-    there = int(torch.cuda.get_device_properties(0).total_memory)
-    return there if device is not None else max(there, host)
+def model_fields(config: Any, kind: type[TransformerConfig]) -> dict[str, Any]:
+    """The fields of the model's configuration ``kind`` that are settings of the same name. They must be known."""
+    found = {item.name: getattr(config, item.name) for item in fields(kind) if hasattr(config, item.name)}
+    return found | {"recompute": None if config.recompute_granularity == "none" else config.recompute_granularity}

@@ -20,6 +20,8 @@ from commengine.rank_zero import broadcast_json
 
 #: seconds of a core, and bytes besides 64 times those of the file, in which a file is read and a short text encoded
 SECONDS, BYTES = 30, 4 << 30
+#: the most bytes of such a file
+MOST = 1 << 30
 
 # An ordinary error is told by the process that reads the file afterwards; a panic of the library is no Exception.
 _PROGRAM = """
@@ -75,10 +77,13 @@ def require_usable(path: Path) -> None:
     nothing about the file. One that reaches the process all the same most often ends this one, too; if not, the file is
     tried again.
     """
+    size = path.stat().st_size
+    if size > MOST:
+        raise ValueError(f"{path}: has {size:,} bytes, and a tokenizer.json has at most {MOST:,}")
     digest = xxhash.xxh3_128_hexdigest(path.read_bytes())
     if digest in _usable:
         return
-    limits = [str(SECONDS), str(BYTES + 64 * path.stat().st_size)]
+    limits = [str(SECONDS), str(BYTES + 64 * size)]
     argv = [sys.executable, "-I", "-c", _PROGRAM, str(path), *limits]
     for _ in range(_TRIES):
         try:

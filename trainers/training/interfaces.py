@@ -21,7 +21,8 @@ from commengine.dtypes import HALF_TYPES
 from commengine.rank_zero import on_every_rank
 from tplayers import Randomness, TransformerConfig
 from tplayers.canonical.shards import CanonicalShards
-from trainers.config import TrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import TrainSettings
 
 from .precision import parameter_dtype
 
@@ -121,7 +122,7 @@ class Objective(Protocol[AnyMicrobatch]):
         """
 
 
-def require_same_settings(config: TrainConfig, model: nn.Module, size: int, grid: ProcessGrid) -> None:
+def require_same_settings(config: TrainSettings, model: nn.Module, size: int, grid: ProcessGrid) -> None:
     """Raise UsageError, on all ranks, unless ``config`` and ``grid`` say of a model and its batches what these are.
 
     Compared are the fields that the configuration of a transformer shares with ``config``, such as
@@ -138,7 +139,7 @@ def _raise_first(problems: Iterator[str]) -> None:
         raise ValueError(problem)
 
 
-def _contradictions(config: TrainConfig, model: nn.Module, size: int) -> Iterator[str]:
+def _contradictions(config: TrainSettings, model: nn.Module, size: int) -> Iterator[str]:
     own = getattr(model, "config", None)
     if isinstance(own, TransformerConfig):
         settings = {item.name: getattr(config, item.name) for item in fields(config)}
@@ -153,7 +154,8 @@ def _contradictions(config: TrainConfig, model: nn.Module, size: int) -> Iterato
             yield f"{name} is of {_name(dtype)}, and bf16={config.bf16}, fp16={config.fp16} need {_name(wanted)}"
     canonical = (getattr(module, "canonical", None) for module in model.modules())
     shards = {one.count for one in canonical if isinstance(one, CanonicalShards)}
-    of_run = set() if config.canonical_shards is None else {config.canonical_shards}
+    asked = derived.canonical_shards(config)
+    of_run = set() if asked is None else {asked}
     if shards != of_run:
         shown = [", ".join(map(str, sorted(some))) or "none" for some in (of_run, shards)]
         yield f"canonical shards: {shown[0]} in the settings of the run, and {shown[1]} in the model"

@@ -18,8 +18,9 @@ from commengine import ProcessGrid, UsageError
 from commengine.grid import AXES
 from tplayers import ModelPart, Randomness, RouterLosses, StageInput, whole_placements
 from tplayers.canonical.experts import twins_of
-from trainers.config import TrainConfig, bucket_size, overlapped
 from trainers.pipeline.schedule import Schedule, activations_like
+from trainers.settings import derived
+from trainers.settings.commands import TrainSettings
 
 from .clipping import clip, exact_gradient_norm, gradient_norm
 from .holders import replicas_of
@@ -61,7 +62,7 @@ class Step:
 class Trainer:
     """A model in training: its gradients, optimizer, loss scaler and iteration. Collective over the grid's world.
 
-    config: valid for the world's size (`TrainConfig.validate`).
+    config: valid for the world's size (`TrainSettings.validate`).
     grid: the groups. The trainer closes it with `close`. In a context group all ranks have the same batches, and
         ``model`` has the group (`tplayers.ContextGroup`). With an expert group, ``model`` has it, too (`tplayers.MoE`).
     model: its parameters have their initial values. They are in the dtype that ``config.bf16`` and ``config.fp16`` name
@@ -76,7 +77,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
+        self, config: TrainSettings, grid: ProcessGrid, model: nn.Module, objective: Objective[Any],
         batches: BatchSource[Any],
     ) -> None:  # fmt: skip
         # Without these groups their ranks would each count all losses, or have gradients of nobody else's experts.
@@ -92,15 +93,15 @@ class Trainer:
         # The compiled form is for training steps only, because their shapes never change. It shares the parameters.
         self.forward: Any = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
         #: if the run has the same bits at every layout: the samples that are added one to the other (`SampleTree`)
-        self.run = None if config.canonical_shards is None else run_length(batches.size)
+        self.run = None if derived.canonical_shards(config) is None else run_length(batches.size)
         part: ModelPart | None = getattr(model, "part", None)
-        self.schedule = Schedule(grid.pipeline, part, threaded=bool(config.overlap_p2p_communication))
+        self.schedule = Schedule(grid.pipeline, part, threaded=derived.threaded_messages(config))
         self.tied = tied_weight(model, grid.pipeline, apart=self.run is not None)
         twins = twins_of(model)
         self.gradients = GradientBuckets(
             model, self.replicas, experts=grid.expert_replicas, tensor=grid.tensor,
-            overlap=overlapped(config.overlap_grad_reduce, grid.world.device),
-            bucket_size=bucket_size(config.ddp_bucket_size, grid.world.device, self.replicas.size),
+            overlap=derived.overlapped(config.overlap_grad_reduce, grid.world.device),
+            bucket_size=derived.bucket_size(config.ddp_bucket_size, grid.world.device, self.replicas.size),
             shard=config.use_distributed_optimizer,
             reduce_in_fp32=config.grad_reduce_in_fp32 or self.run is not None, run=self.run,
             chunk_of=(lambda _: 0) if part is None else part.chunk_of, tied=self.tied, twins=twins,
@@ -235,8 +236,8 @@ class Trainer:
     def _rate(self, iteration: int) -> float:
         config = self.config
         return learning_rate(
-            iteration, lr=config.lr, min_lr=config.last_lr, style=config.lr_decay_style,
-            warmup_iters=config.warmup_steps, decay_iters=config.lr_decay_iters or config.train_iters,
+            iteration, lr=config.lr, min_lr=derived.last_lr(config), style=config.lr_decay_style,
+            warmup_iters=derived.warmup_steps(config), decay_iters=config.lr_decay_iters or config.train_iters,
         )  # fmt: skip
 
     def continue_from(self, iteration: int, loss_scaler: dict[str, Any] | None) -> None:
@@ -260,10 +261,11 @@ class Trainer:
         self.grid.close()
 
 
-def _loss_scaler(config: TrainConfig) -> LossScaler:
+def _loss_scaler(config: TrainSettings) -> LossScaler:
     if config.loss_scale is not None:
         return LossScaler(config.loss_scale, window=None)
-    return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, config.least_loss_scale)
+    least = derived.least_loss_scale(config)
+    return LossScaler(config.initial_loss_scale, config.loss_scale_window, config.hysteresis, least)
 
 
 def require_compiler() -> None:

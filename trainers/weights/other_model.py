@@ -23,7 +23,7 @@ _LEFT_OUT = {
 
 
 def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:
-    """The settings of `GPTTrainConfig` or `BERTTrainConfig` whose ``model()`` has the function of ``config``.
+    """The settings of `GPTSettings` or `BERTSettings` whose ``model()`` has the function of ``config``.
 
     Settings that do not change the function are left out: how it is split, recomputed and initialised. Fields of
     ``config`` that are no settings are there, too.
@@ -61,7 +61,7 @@ class OtherModel(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of `GPTTrainConfig` or `BERTTrainConfig` that its files tell, by name."""
+        """The settings of `GPTSettings` or `BERTSettings` that its files tell, by name."""
         return model_settings(self.config)
 
     @abstractmethod

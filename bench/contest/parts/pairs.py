@@ -17,7 +17,7 @@ from bench.timing.slow_link import slow_down
 from commengine import CartesianGrid, Communicator, trace
 from commengine.host.switch_points import NEVER, SwitchPoints
 from tplayers import FieldConv, initialize
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 from trainers.training.trainer import Trainer
 
 #: one step of this rank, which returns the loss
@@ -36,7 +36,7 @@ class StepPair(NamedTuple):
 
 
 #: a GPT of 4 million parameters: gradients of 16 MB
-GPT = GPTTrainConfig(
+GPT = GPTSettings(
     num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=2048, mock_data=True,
     micro_batch_size=2, hidden_dropout=0.0, attention_dropout=0.0, lr=1e-4,
 )  # fmt: skip
@@ -82,7 +82,7 @@ def two_levels(world: Communicator) -> Iterator[StepPair]:
         yield StepPair(_gpt(stack, world, GPT), _gpt(stack, without, GPT))
 
 
-def _gpt(stack: ExitStack, world: Communicator, config: GPTTrainConfig) -> Step:
+def _gpt(stack: ExitStack, world: Communicator, config: GPTSettings) -> Step:
     trainer = stack.enter_context(closing(open_trainer(config, world)))
     return lambda: float(trainer.step().loss)
 

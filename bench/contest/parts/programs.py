@@ -164,4 +164,4 @@ def losses_differ_by(running: Sequence[Running]) -> float:
     columns = list(zip(*(one.losses[:COMPARED_STEPS] for one in running), strict=True))
     if not all(math.isfinite(loss) for losses in columns for loss in losses):
         return math.nan
-    return max(max(losses) - min(losses) for losses in columns)
+    return float(max(max(losses) - min(losses) for losses in columns))

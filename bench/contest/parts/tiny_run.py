@@ -18,9 +18,11 @@ from trainers.checks.digests import tensor_sum, weights_digest
 from trainers.data.corpus import open_corpus
 from trainers.data.samples import ZipfSamples
 from trainers.data.sentences.samples import ZipfSentences
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings import derived
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.bert import BERTTask
+from trainers.tasks.kinds import task_of
 from trainers.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -115,17 +117,17 @@ def _at_layout(
     save: tuple[Path, int] | None = None, load: Path | None = None,
 ) -> Digests:  # fmt: skip
     group: Any = mpi.Split(mpi.rank // layout.ranks, mpi.rank)
-    kind = BERTTrainConfig if model == "bert" else GPTTrainConfig
+    kind = BERTSettings if model == "bert" else GPTSettings
     given = {"train_iters": steps, **SETTINGS, **MODELS[model], **settings, **layout.options}
     if save is not None:
         given["save"] = str(save[0] / f"group{mpi.rank // layout.ranks}")
     if load is not None:
         given["load"] = str(load / "group0")
     config: Any = kind(**given, tensor_model_parallel_size=layout.tensor, deterministic=deterministic)
-    with Communicator(group, order=config.order, device="cpu", timeout=TIMEOUT) as world:
-        config.validate(world.size)
-        config = config if model == "bert" else config.completed(world.size)
-        config = config.with_canonical_sizes()
+    with Communicator(group, order=derived.order(config), device="cpu", timeout=TIMEOUT) as world:
+        require_valid(config, world.size)
+        config = config if model == "bert" else task_of(config).completed(world.size)
+        config = derived.with_canonical_sizes(config)
         with closing(_trainer(config, world)) as trainer:
             run_state.resume(trainer)
             digests: Digests = {"steps": []}
@@ -148,12 +150,14 @@ def _at_layout(
 
 
 def _trainer(config: Any, world: Communicator) -> Trainer:
+    task = task_of(config)
+
     def mock(_: int, part: int) -> ZipfSamples | ZipfSentences:
-        if isinstance(config, BERTTrainConfig):
-            return ZipfSentences(config.wordpieces(), config.rules(), EPOCH, part)
+        if isinstance(task, BERTTask):
+            return ZipfSentences(task.wordpieces(), task.rules(), EPOCH, part)
         return ZipfSamples(config.vocab_size, config.seq_length, config.seed, EPOCH, split=part)
 
-    return transformer_trainer(config, world, open_corpus(config, mock=mock))
+    return task.new_trainer(world, open_corpus(config, mock=mock))
 
 
 def _of_tensors(trainer: Trainer) -> dict[str, int]:

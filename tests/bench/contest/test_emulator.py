@@ -13,6 +13,8 @@ from bench.emulator.predicting import arguments
 from bench.prediction import group_cost
 from bench.prediction.options import layout_of
 from tests.bench.contest.stand_ins import rows_of
+from trainers.settings import derived
+from trainers.settings.rules import require_valid
 
 RUNS, PIPELINES = layouts.RUNS["layouts"], layouts.RUNS["pipelines"]
 DRAWN = EmulatedMachine.drawn(1, NODES, RANKS_PER_NODE)
@@ -51,7 +53,7 @@ def test_the_runs_are_twelve_on_8_to_64_ranks():
         machine = part_of(DRAWN, run.network, run.ranks)
         assert machine.ranks == run.ranks and machine.speed == DRAWN.speed[: run.ranks]
         config = run.config()
-        config.validate(run.ranks)
+        require_valid(config, run.ranks)
         assert config.tensor_model_parallel_size == run.tensor
 
 
@@ -62,8 +64,8 @@ def test_the_prediction_is_asked_for_the_layout_that_trains():
         given = predict.parser().parse_args(arguments("here.yaml", run))
         layout, config = layout_of(given), run.config()
         assert (layout.ranks, layout.tensor) == (run.ranks, config.tensor_model_parallel_size)
-        assert (layout.pipeline, layout.chunks(8)) == (config.pipeline_model_parallel_size, config.chunks)
-        assert layout.batch == config.batch_size(layout.data) and layout.micro_batch == config.micro_batch_size
+        assert (layout.pipeline, layout.chunks(8)) == (config.pipeline_model_parallel_size, derived.chunks(config))
+        assert layout.batch == derived.batch_size(config, layout.data) and layout.micro_batch == config.micro_batch_size
         assert layout.zero1 == config.use_distributed_optimizer and given.overlap_grad_reduce in (None, True)
         assert bool(given.overlap_grad_reduce) == bool(config.overlap_grad_reduce)
         assert layout.sequence_parallel == config.sequence_parallel

@@ -28,7 +28,7 @@ def test_a_checksum_knows_the_tokens_and_their_order():
 def test_options_make_the_tasks():
     found = list(CONTEST.tasks(command.read("generation", ["--batch", "1", "4", "--new-tokens", "9", "--lengths", "8",
                                                            "2000"])))  # fmt: skip
-    assert [(one.task.batch, one.items) for one in found] == [(1, 9), (4, 36)]
+    assert [(one.task.batch, one.tokens) for one in found] == [(1, 9), (4, 36)]
     assert {(one.task.new_tokens, one.task.max_position_embeddings) for one in found} == {(9, 2000)}
     assert next(CONTEST.tasks(command.read("generation", []))).task == GenerationTask()
     with pytest.raises(ValueError, match="must be an executable Python, and goes with --family llama"):

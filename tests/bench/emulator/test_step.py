@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from bench.emulator.machine import EmulatedMachine, Wire
+from trainers.tasks.kinds import task_of
 
 ALPHA, BETA = 1e-3, 1e-9
 
@@ -19,9 +20,9 @@ def plain(ranks, **changed):
 
 
 def small(**options):
-    from trainers.tasks.gpt import GPTTrainConfig
+    from trainers.settings.commands import GPTSettings
 
-    return GPTTrainConfig(
+    return GPTSettings(
         num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=64, vocab_size=512, mock_data=True,
         micro_batch_size=2, hidden_dropout=0.0, attention_dropout=0.0, **options,
     )  # fmt: skip
@@ -90,7 +91,7 @@ def test_a_step_of_the_real_trainer_takes_its_products_and_its_gradients(mpi_wor
 
     with Communicator(mpi_world, device="cpu") as world, cluster(world, plain(world.size)) as rank:
         found = [step.seconds for step in run_steps(world, rank, small(), 1, 2)]
-    shape = small().model().cost_shape(64)
+    shape = task_of(small()).model().cost_shape(64)
     products = model_flops(shape, 2) / 1e10
     gradients = 2 * (world.size - 1) / world.size * 4 * parameters(shape) * BETA
     # The masked half of attention's scores is not computed. Beside the gradients some small collectives run.
@@ -238,7 +239,7 @@ def test_a_ring_of_keys_and_values_is_hidden_where_the_link_lets_it_be(mpi_world
             config = replace(small(), **options, context_parallel_size=ranks, cp_comm_type=way)
             with cluster(world, plain(ranks, inside=wire)) as rank:
                 (step,) = run_steps(world, rank, config, 0, 1)
-            shape = config.model().cost_shape(2048)
+            shape = task_of(config).model().cost_shape(2048)
             run = formulas.context_collectives(shape, 1, 1, ranks, method, element_bytes=4)
             factors = {"all_to_all": (ranks - 1) / ranks, "sendrecv": 1.0}
             sent = sum(one.count * one.size * factors[one.operation] for one in run) * wire.beta

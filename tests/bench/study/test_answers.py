@@ -1,6 +1,7 @@
 """bench.study: the order of the sizes, the answers, and the projection to more ranks, against numbers by hand."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -9,7 +10,7 @@ from bench.study import answers, folder, sizes
 from bench.study.projection import MeasuredMachine, step_on
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Segment
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 
 def row(size, transport, spent, *, width=0.01, operation="all_reduce", ranks=2, converged=True):
@@ -118,12 +119,12 @@ STEP = {
 
 
 def traced(**other):
-    config = GPTTrainConfig(**STEP | other)
+    config = GPTSettings(**STEP | other)
     group = {"group": "tensor", "operation": "all_reduce", "ranks": 2, "count": 3, "bytes": 8}
     of_ranks = {"0": {"seconds": [0.03, 0.01, 0.02], "exposed": [0.01, 0.03, 0.02], "skew": [0, 0, 0]}}
     summary = {"step": [[0.1, 0.3, 0.2], [0.2] * 3], "exposed": [[0.05] * 3] * 2, "skew": [[0.01] * 3] * 2}
     return {
-        "ranks": 4, "model": "gpt", "config": config.to_json(), "parts": [group | {"of_ranks": of_ranks}],
+        "ranks": 4, "model": "gpt", "config": asdict(config), "parts": [group | {"of_ranks": of_ranks}],
         "seconds": summary, "formulas_hold": True,
     }  # fmt: skip
 

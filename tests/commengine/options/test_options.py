@@ -12,14 +12,12 @@ import pytest
 
 import bench
 from commengine import UsageError
-from commengine.options.declared import as_flags, option, ranges_of, require_ranges
+from commengine.options.declared import as_flags, option, parse, ranges_of, require_ranges
 from commengine.options.parser import Parser
 from commengine.options.ranges import OPEN_FRACTION, AtLeastOne, OptionError, between
 from trainers.cleaning.settings import CorpusSettings
-from trainers.megatron_flags.parsing import parse
-from trainers.preprocess_data import PreprocessConfig
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.preprocess_data import PreprocessSettings
+from trainers.settings.commands import BERTSettings, GPTSettings
 
 COMMANDS = sorted(path.stem for path in Path(bench.__file__).parent.glob("[!_]*.py"))
 
@@ -49,7 +47,7 @@ def test_every_number_of_every_command_has_a_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, least", [(GPTTrainConfig, 26), (BERTTrainConfig, 26), (PreprocessConfig, 3), (CorpusSettings, 4)]
+    "kind, least", [(GPTSettings, 26), (BERTSettings, 26), (PreprocessSettings, 3), (CorpusSettings, 4)]
 )
 def test_every_number_of_a_run_has_a_range(kind: type, least: int) -> None:
     hints = typing.get_type_hints(kind)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import mpirun
+from trainers.settings import derived
 
 REFUSED, ACCEPTED = "refused", "accepted"
 #: a message says what is wrong by an option, a file, or what is to be given
@@ -95,14 +96,13 @@ def _trains(task: str) -> Callable[[list[str]], Any]:
     """Read the options of a training command, and train if that takes no time."""
 
     def read(words: list[str]) -> Any:
-        from trainers.run.startup import read_config
-
         module = importlib.import_module(f"trainers.pretrain_{task}")
-        config = read_config(module.CONFIG, words, f"pretrain_{task}", 1)
+        config = module.COMMAND.read(words, 1)
         size = config.num_layers * config.hidden_size * (config.hidden_size + (config.ffn_hidden_size or 0))
         tokens = (config.global_batch_size or config.micro_batch_size) * config.seq_length
         steps, evaluated = config.train_iters, config.eval_iters * config.train_iters / config.eval_interval
-        kept = (config.vocab_size + config.make_vocab_size_divisible_by + config.positions) * config.hidden_size
+        rows = config.vocab_size + config.make_vocab_size_divisible_by + derived.positions(config)
+        kept = rows * config.hidden_size
         if (
             size * tokens * (steps + evaluated) < 1e8
             and max(kept, tokens) < 1e6
@@ -148,21 +148,21 @@ def _replay(words: list[str]) -> Any:
 
 COMMANDS = {
     "trainers.pretrain_gpt": Command(
-        [*GPT, *MOCK], _trains("gpt"), _settings_parser("trainers.tasks.gpt.GPTTrainConfig"), ranks=True
+        [*GPT, *MOCK], _trains("gpt"), _settings_parser("trainers.tasks.gpt.GPTSettings"), ranks=True
     ),
     "trainers.pretrain_bert": Command(
-        [*TINY, *MOCK], _trains("bert"), _settings_parser("trainers.tasks.bert.BERTTrainConfig"), ranks=True
+        [*TINY, *MOCK], _trains("bert"), _settings_parser("trainers.tasks.bert.BERTSettings"), ranks=True
     ),
     "trainers.preprocess_data": Command(
         ["--input", "text.txt", "--train-bpe", "300", "--output-prefix", "made"], _alone("trainers.preprocess_data"),
-        _settings_parser("trainers.preprocess_data.PreprocessConfig"),
+        _settings_parser("trainers.preprocess_data.PreprocessSettings"),
     ),
     "trainers.prepare_corpus": Command(
         ["--input", "rows.jsonl", "--output", "made.jsonl"], _prepare,
         _settings_parser("trainers.cleaning.settings.CorpusSettings"), ranks=True,
     ),
     "trainers.supervise": Command(
-        ["--ranks", "2,1"], _supervised, _settings_parser("trainers.supervision.settings.SuperviseConfig")
+        ["--ranks", "2,1"], _supervised, _settings_parser("trainers.supervision.settings.SuperviseSettings")
     ),
     "bench.study --only fit": Command(
         ["results.json", "--output", "model.json"], _alone("bench.study.fitting"), _parser("bench.study.fitting")
@@ -187,10 +187,7 @@ COMMANDS = {
     **{
         f"bench.contest {name}": Command(base, _contest(name), _contest_parser(name))
         for name, base in {
-            "step": ["--rounds", "1"], "data_parallel": ["--rounds", "1"], "fields": ["--rounds", "1"],
-            "saving": ["--save", "."], "corpus": ["--documents", "10"], "emulator": [],
-            "norm_placement": ["--save", "study", "--mock-data", "--vocab-size", "100"],
-            "mechanisms": [],
+            "step": ["--rounds", "1"], "generation": ["--rounds", "1"], "emulator": [], "mechanisms": [],
         }.items()
     },
     "bench.doctor": Command([], _options("bench.doctor"), _parser("bench.doctor")),

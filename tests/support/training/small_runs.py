@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from commengine import Communicator, ProcessGrid
+from commengine.options.declared import option
 from tests.support.small_models import DECODERS, VOCAB, S, made
 from tplayers import ContextGroup, ModelPart, placements
 from tplayers.formulas import cut_layers
 from tplayers.rng import generator
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
+from trainers.settings.same_bits import SameBitsOptions
 from trainers.training.trainer import Trainer
 
 #: without clipping, so that a step leaves the gradients as they were reduced
-CONFIG = TrainConfig(
+CONFIG = TrainSettings(
     lr=1e-3, min_lr=0.0, lr_decay_style="constant", weight_decay=0.1, clip_grad=0.0, micro_batch_size=2,
     global_batch_size=8, train_iters=20, ddp_bucket_size=900,
 )  # fmt: skip
@@ -87,10 +89,12 @@ def parts(layers, stages, chunks=1):
     return [ModelPart(layers, tuple(cut[stage::stages])) for stage in range(stages)]
 
 
-class Canonical(TrainConfig):
+@dataclass(frozen=True)
+class Canonical(SameBitsOptions, TrainSettings):
     """A run that computes in 4 canonical shards."""
 
-    canonical_shards = 4
+    deterministic: bool = option(True, "")
+    deterministic_shards: int | None = option(4, "")
 
 
 def trainer(

@@ -13,7 +13,7 @@ from tests.support.file_operations import FileOperations
 from tests.support.small_disk import resize, small_disk, why_not
 from trainers.checkpoints import checkpoint, pointer, run_folder
 from trainers.checkpoints.checkpoint_writer import CheckpointWriter
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 
 FULL = OSError(28, "No space left on device")
 
@@ -66,7 +66,7 @@ def value_of(found):
 
 def newest(folder):
     """What the same command would go on from: `--load` and `--save` are the same folder."""
-    return value_of(run_folder.checkpoint_to_load(TrainConfig(load=str(folder), save=str(folder))))
+    return value_of(run_folder.checkpoint_to_load(TrainSettings(load=str(folder), save=str(folder))))
 
 
 def stop_at(number, error, *, once=False):

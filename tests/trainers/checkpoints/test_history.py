@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.file_operations import FileOperations
 from trainers.checkpoints import checkpoint, history, pointer, run_folder
-from trainers.config import TrainConfig
+from trainers.settings.commands import TrainSettings
 
 STEPS = (2, 4, 6, 8)
 
@@ -46,7 +46,7 @@ def settled(folder: Path, load: str | None, change: int = 0) -> bool:
 
     load: of --load; None for a new run. Both with --overwrite.
     """
-    config = TrainConfig(save=str(folder), load=load, overwrite=True)
+    config = TrainSettings(save=str(folder), load=load, overwrite=True)
     found = run_folder.checkpoint_to_load(config)
     child = os.fork()
     if not child:
@@ -105,7 +105,7 @@ def test_a_new_run_reads_nothing_of_the_old_one_whenever_it_is_killed(old):
         assert found is None or (not cleared and found.name == "iter_0000008")
         cleared = cleared or found is None
         assert not cleared or (pointer.best(folder) is None and not pointer.history(folder))
-        usual = TrainConfig(save=str(folder), load=str(folder))
+        usual = TrainSettings(save=str(folder), load=str(folder))
         if cleared:
             run_folder.require_free(usual)
             history.settle(usual, history.begin(usual), 0)
@@ -128,8 +128,8 @@ def test_a_damaged_pointer_does_not_stop_a_run_that_goes_back(old):
 
 def test_a_checkpoint_of_another_name_is_no_part_of_the_history(old):
     (old / "iter_0000004").rename(old / "good")
-    assert not run_folder.is_in_save(TrainConfig(save=str(old)), old / "good")
-    assert run_folder.is_in_save(TrainConfig(save=str(old)), old / "iter_0000002")
+    assert not run_folder.is_in_save(TrainSettings(save=str(old)), old / "good")
+    assert run_folder.is_in_save(TrainSettings(save=str(old)), old / "iter_0000002")
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 from commengine import UsageError
 from trainers.checkpoints import pointer
 from trainers.checkpoints.run_folder import require_free
-from trainers.config import TrainConfig
-from trainers.finetuning.config import FinetuneConfig
+from trainers.finetuning.settings import FinetuneSettings
+from trainers.settings.commands import TrainSettings
 
 pytestmark = pytest.mark.slow
 
@@ -148,10 +148,10 @@ def test_nothing_to_train_is_said_and_leaves_the_report(finished, met, name, ask
 
 def test_a_run_that_ended_before_its_first_row_left_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    require_free(TrainConfig(save=str(tmp_path)))
+    require_free(TrainSettings(save=str(tmp_path)))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match=r"holds a run already \(metrics.jsonl\)"):
-        require_free(TrainConfig(save=str(tmp_path)))
+        require_free(TrainSettings(save=str(tmp_path)))
 
 
 def test_a_run_never_replaces_the_model_that_it_starts_from(tmp_path):
@@ -163,13 +163,13 @@ def test_a_run_never_replaces_the_model_that_it_starts_from(tmp_path):
     (tmp_path / "link").symlink_to(model)
     for overwrite in (False, True):
         for word, save in (("is", model), ("is", tmp_path / "link"), ("holds", tmp_path), ("lies in", model / "run")):
-            for kind, option in ((TrainConfig, "load"), (FinetuneConfig, "pretrained_checkpoint")):
+            for kind, option in ((TrainSettings, "load"), (FinetuneSettings, "pretrained_checkpoint")):
                 for program in ("hf", "megatron"):
                     config = kind(**{option: f"{program}:{model}"}, save=str(save), overwrite=overwrite)
                     with pytest.raises(UsageError, match=rf"--save {save}: {word} the model {program}:.*apart from it"):
                         require_free(config)
         for origin in (run, run / "iter_0000003"):
             with pytest.raises(UsageError, match=f"--save {run}: holds the run that this one starts from; give an"):
-                require_free(FinetuneConfig(pretrained_checkpoint=str(origin), save=str(run), overwrite=overwrite))
-    require_free(FinetuneConfig(pretrained_checkpoint=str(run), save=str(run / "tuned")))
-    require_free(TrainConfig(load=f"hf:{model}", save=str(tmp_path / "model2")))
+                require_free(FinetuneSettings(pretrained_checkpoint=str(origin), save=str(run), overwrite=overwrite))
+    require_free(FinetuneSettings(pretrained_checkpoint=str(run), save=str(run / "tuned")))
+    require_free(TrainSettings(load=f"hf:{model}", save=str(tmp_path / "model2")))

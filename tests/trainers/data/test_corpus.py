@@ -14,10 +14,11 @@ from trainers.data.corpus import open_corpus
 from trainers.data.indexed import IndexedDataset
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 from trainers.tasks.unigram import unigram_entropy
 
-CONFIG = GPTTrainConfig(seq_length=8, vocab_size=50, split="80,20", hidden_size=24, eval_iters=10)
+CONFIG = GPTSettings(seq_length=8, vocab_size=50, split="80,20", hidden_size=24, eval_iters=10)
 Write = Callable[..., str]
 
 
@@ -35,7 +36,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def blend(*words: object, **settings: object) -> GPTTrainConfig:
+def blend(*words: object, **settings: object) -> GPTSettings:
     return dataclasses.replace(CONFIG, data_path=[str(word) for word in words], **settings)  # type: ignore[arg-type]
 
 
@@ -52,7 +53,7 @@ def test_the_tokenizer_beside_all_data_sets_is_the_runs(write: Write) -> None:
     a, b = write("a", 20, 1), write("b", 20, 2)
     for prefix in (a, b):
         trained(prefix, "one and one and one")
-    done = blend(0.5, a, 0.5, b, vocab_size=None).completed(1)
+    done = task_of(blend(0.5, a, 0.5, b, vocab_size=None)).completed(1)
     assert done.tokenizer_model == f"{a}-tokenizer.json" and done.vocab_size == 260
     tokenizer = open_corpus(done).tokenizer
     assert tokenizer is not None and tokenizer.decode(tokenizer.encode("and")) == "and"
@@ -67,17 +68,17 @@ def test_data_sets_of_different_tokenizers_are_refused(write: Write) -> None:
         with pytest.raises(
             UsageError, match=r"--data-path: .*/b was not made with the tokenizer .*/a-tok.* as .*/b-tok"
         ):
-            blend(0.5, a, 0.5, b, vocab_size=None, tokenizer_model=named).completed(1)
+            task_of(blend(0.5, a, 0.5, b, vocab_size=None, tokenizer_model=named)).completed(1)
 
 
 def test_a_tokenizer_beside_some_data_sets_only_must_be_named(write: Write) -> None:
     a, b = write("a", 20, 1), write("b", 20, 2)
     trained(b, "one and one and one")
     with pytest.raises(UsageError, match=r"/b has a tokenizer beside it, .*/a has none; .* --tokenizer-model"):
-        blend(0.5, a, 0.5, b, vocab_size=None).completed(1)
-    named = blend(0.5, a, 0.5, b, vocab_size=None, tokenizer_model=f"{b}-tokenizer.json").completed(1)
+        task_of(blend(0.5, a, 0.5, b, vocab_size=None)).completed(1)
+    named = task_of(blend(0.5, a, 0.5, b, vocab_size=None, tokenizer_model=f"{b}-tokenizer.json")).completed(1)
     assert named.vocab_size == 260
-    assert blend(1, a, vocab_size=50).completed(1).tokenizer_model is None
+    assert task_of(blend(1, a, vocab_size=50)).completed(1).tokenizer_model is None
 
 
 def test_a_tokenizer_that_knows_more_tokens_is_the_same(write: Write, tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_tokenizer_that_knows_more_tokens_is_the_same(write: Write, tmp_path: 
     more._backend.add_special_tokens(["<|later|>"])
     Path(f"{b}-tokenizer.json").write_bytes(more.to_bytes())
     for words in ((0.5, a, 0.5, b), (0.5, b, 0.5, a)):
-        done = blend(*words, vocab_size=None).completed(1)
+        done = task_of(blend(*words, vocab_size=None)).completed(1)
         assert done.tokenizer_model == f"{b}-tokenizer.json" and done.vocab_size == 261
 
 

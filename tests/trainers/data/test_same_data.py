@@ -11,10 +11,10 @@ import pytest
 from commengine import UsageError
 from trainers import preprocess_data
 from trainers.data.blend import WeightedPrefix, verify
-from trainers.data.corpus import open_corpus
+from trainers.data.corpus import file_remarks, open_corpus
 from trainers.data.indexed import bin_path, checksums_path
 from trainers.data.indexed_writer import IndexedDatasetWriter
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 #: bytes of a data set, whose middle lies in neither end that an identity is made of
 TOKENS = 200_000
@@ -41,7 +41,7 @@ def rewrite_middle(prefix, *, keep_time=False):
 
 def stream_of(*prefixes, n=None, record=None):
     words = [str(word) for prefix in prefixes for word in ("1", prefix)]
-    config = GPTTrainConfig(seq_length=8, vocab_size=50, split="80,20", hidden_size=24, eval_iters=1, data_path=words)
+    config = GPTSettings(seq_length=8, vocab_size=50, split="80,20", hidden_size=24, eval_iters=1, data_path=words)
     stream = open_corpus(config).stream(1)
     return stream if record is None else (stream, stream.continue_from(n, record))
 
@@ -78,12 +78,12 @@ def test_a_list_of_other_sizes_is_refused_at_the_start(tmp_path):
 
 def test_a_file_that_is_newer_than_its_checksums_is_said_at_every_start(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", 8)
-    config = GPTTrainConfig(seq_length=8, vocab_size=50, hidden_size=24, data_path=["1", a, "1", b])
-    assert config.remarks() == [] and GPTTrainConfig(mock_data=True).remarks() == []
+    config = GPTSettings(seq_length=8, vocab_size=50, hidden_size=24, data_path=["1", a, "1", b])
+    assert file_remarks(config) == [] and file_remarks(GPTSettings(mock_data=True)) == []
     rewrite_middle(b)
-    (line,) = config.remarks()
+    (line,) = file_remarks(config)
     assert line == f"{b}.bin was written after b.xxh3. --verify-data compares every byte with the checksums"
-    assert replace(config, verify_data=True).remarks() == []
+    assert file_remarks(replace(config, verify_data=True)) == []
 
 
 def test_only_reading_notices_a_change_that_keeps_the_time(tmp_path):

@@ -9,8 +9,8 @@ import torch
 from commengine.files.reading import InputFileError
 from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
-from trainers.finetuning.config import FinetuneConfig
 from trainers.finetuning.downstream import PairTask, RACETask
+from trainers.finetuning.settings import FinetuneSettings
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, **changes):
-    return FinetuneConfig(data=str(folder), seq_length=32, **changes)
+    return FinetuneSettings(data=str(folder), seq_length=32, **changes)
 
 
 def right(parts, wrong=0):

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.finetuning import toy_tasks
 from trainers.data.tokenizer import Tokenizer
-from trainers.finetuning.config import FinetuneConfig
+from trainers.finetuning.settings import FinetuneSettings
 from trainers.finetuning.spans import SQuADTask
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def made(folder, version, **changes):
-    config = FinetuneConfig(
+    config = FinetuneSettings(
         task="squad",
         data=str(folder),
         seq_length=24,

@@ -9,13 +9,15 @@ import pytest
 from commengine import UsageError
 from tests.trainers.megatron_flags.test_reading import MOCK, refusal, taken
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 from trainers.training.learning_rate import learning_rate
 
 
-def gpt(*words: str) -> GPTTrainConfig:
+def gpt(*words: str) -> GPTSettings:
     config, _ = taken("gpt", [*MOCK, *words])
-    assert isinstance(config, GPTTrainConfig)
+    assert isinstance(config, GPTSettings)
     return config
 
 
@@ -99,7 +101,7 @@ def test_flags_that_have_no_effect_beside_others() -> None:
     assert gpt("--save-retain-interval", "50", "--save", "x").keep_every == 50
     staged = ["--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-model-parallel-size", "2"]
     (config, _) = taken("gpt", [*MOCK, *staged, "--global-batch-size", "2"], 2)
-    assert config.num_layers_per_virtual_pipeline_stage == 2 and config.chunks == 2
+    assert config.num_layers_per_virtual_pipeline_stage == 2 and derived.chunks(config) == 2
     bert, _ = taken("bert", [*MOCK, "--openai-gelu"])
     assert (bert.gelu, bert.head_gelu) == ("tanh", "tanh")
 
@@ -121,6 +123,6 @@ def test_gpt2s_two_files_are_one_tokenizer(tmp_path: Path) -> None:
     words = ["--vocab-size", "400", "--vocab-file", vocabulary, "--merge-file", merges]
     config, told = taken("gpt", ["--mock-data", *words])
     assert config.tokenizer_model == vocabulary and len([one for one in told if vocabulary in one]) == 2
-    assert config.completed(1).vocab_size == 400
+    assert task_of(config).completed(1).vocab_size == 400
     whole, parts = Tokenizer.from_gpt2(vocabulary, merges), Tokenizer.from_file(vocabulary)
     assert parts.encode("a text") == whole.encode("a text") and parts.identity() == whole.identity()

@@ -7,9 +7,7 @@ import pytest
 
 from tests.trainers.megatron_flags.test_table import KINDS, THEIRS
 from trainers.megatron_flags.defaults import DIFFERENCES
-from trainers.megatron_flags.parsing import parse
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT
 
 #: None here, which comes to Megatron-LM's default or to nothing that changes a number
 COMES_TO_THE_SAME = {"min_loss_scale", "num_query_groups", "cp_comm_type", "lr_warmup_iters"}
@@ -51,32 +49,32 @@ def different(kind: Any, command: str) -> list[str]:
 @pytest.mark.parametrize("command", KINDS)
 def test_every_default_that_differs_is_said(command: str) -> None:
     said = {one.name for one in DIFFERENCES if command in one.commands}
-    assert set(different(KINDS[command], command)) <= said
-    assert said - {"moe_router_load_balancing_type"} <= {item.name for item in fields(KINDS[command])}
+    assert set(different(KINDS[command].settings, command)) <= said
+    assert said - {"moe_router_load_balancing_type"} <= {item.name for item in fields(KINDS[command].settings)}
 
 
 def lines(kind: Any, *words: str) -> str:
     told: list[str] = []
-    parse(kind, [*words, "--mock-data", "--vocab-size", "9"], "x", told.append)
+    kind.parse([*words, "--mock-data", "--vocab-size", "9"], told.append)
     return "\n".join(told)
 
 
 def test_a_run_says_the_defaults_that_it_was_not_given() -> None:
-    said = lines(GPTTrainConfig)
+    said = lines(PRETRAIN_GPT)
     assert said.startswith("defaults that are not Megatron-LM's: ") and "\n" not in said
     assert "--lr-decay-style cosine (there linear)" in said and "--min-lr" in said
     assert "--make-vocab-size-divisible-by 1024 (there 128 times" in said
     assert not any(flag in said for flag in ("--initial-loss-scale", "--grad-reduce", "--swiglu", "--moe", "--gelu"))
     rest = ["--lr-decay-style", "linear", "--min-lr", "0", "--make-vocab-size-divisible-by", "128"]
-    assert lines(GPTTrainConfig, *rest) == ""
-    assert "--initial-loss-scale 2**16 (there 2**32)" in lines(GPTTrainConfig, *rest, "--fp16")
-    assert lines(GPTTrainConfig, *rest, "--fp16", "--loss-scale", "128") == ""
-    assert "--grad-reduce-in-fp32 off (there on" in lines(GPTTrainConfig, *rest, "--bf16")
-    assert "defaults" not in lines(GPTTrainConfig, *rest, "--bf16", "--accumulate-allreduce-grads-in-fp32")
-    assert "--swiglu off, GELU by tanh" in lines(GPTTrainConfig, *rest, "--disable-bias-linear")
-    assert lines(GPTTrainConfig, *rest, "--disable-bias-linear", "--swiglu") == ""
-    assert "--gelu erf" in lines(BERTTrainConfig, *rest)
+    assert lines(PRETRAIN_GPT, *rest) == ""
+    assert "--initial-loss-scale 2**16 (there 2**32)" in lines(PRETRAIN_GPT, *rest, "--fp16")
+    assert lines(PRETRAIN_GPT, *rest, "--fp16", "--loss-scale", "128") == ""
+    assert "--grad-reduce-in-fp32 off (there on" in lines(PRETRAIN_GPT, *rest, "--bf16")
+    assert "defaults" not in lines(PRETRAIN_GPT, *rest, "--bf16", "--accumulate-allreduce-grads-in-fp32")
+    assert "--swiglu off, GELU by tanh" in lines(PRETRAIN_GPT, *rest, "--disable-bias-linear")
+    assert lines(PRETRAIN_GPT, *rest, "--disable-bias-linear", "--swiglu") == ""
+    assert "--gelu erf" in lines(PRETRAIN_BERT, *rest)
     balanced = [*rest, "--moe-aux-loss-coeff", "0.1", "--micro-batch-size"]
-    assert "--moe-router-load-balancing-type seq_aux_loss (there aux_loss)" in lines(GPTTrainConfig, *balanced, "2")
-    assert lines(GPTTrainConfig, *balanced, "1") == ""
-    assert "defaults" not in lines(GPTTrainConfig, *balanced, "2", "--moe-router-load-balancing-type", "seq_aux_loss")
+    assert "--moe-router-load-balancing-type seq_aux_loss (there aux_loss)" in lines(PRETRAIN_GPT, *balanced, "2")
+    assert lines(PRETRAIN_GPT, *balanced, "1") == ""
+    assert "defaults" not in lines(PRETRAIN_GPT, *balanced, "2", "--moe-router-load-balancing-type", "seq_aux_loss")

@@ -11,13 +11,13 @@ import pytest
 from commengine import UsageError
 from commengine.options.declared import parser_of
 from commengine.options.ranges import OptionError
-from trainers.megatron_flags.parsing import parse
 from trainers.megatron_flags.table import answers
-from trainers.run.startup import read_config, watched
-from trainers.tasks.bert import BERTTask, BERTTrainConfig
-from trainers.tasks.gpt import GPTTask, GPTTrainConfig
+from trainers.run.startup import tell, watched
+from trainers.tasks.bert import BERTTask
+from trainers.tasks.commands import PRETRAIN
+from trainers.tasks.gpt import GPTTask
 
-KINDS: dict[str, Any] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig}
+KINDS = PRETRAIN
 TASKS: dict[str, Any] = {"gpt": GPTTask, "bert": BERTTask}
 #: a command line each: "taken", or the flag that is refused; the command; where it stands in Megatron-LM; its words.
 #: Names of files and folders are replaced
@@ -58,8 +58,8 @@ def ranks_of(words: list[str]) -> int:
 def taken(command: str, words: list[str], ranks: int = 1) -> tuple[Any, list[str]]:
     """The settings, and the lines that are said at the start. Raises UsageError."""
     told: list[str] = []
-    config = parse(KINDS[command], words, command, told.append)
-    config.validate(ranks)
+    config = KINDS[command].parse(words, told.append)
+    KINDS[command].require_valid(config, ranks)
     return config, told
 
 
@@ -73,7 +73,7 @@ def refusal(command: str, *words: str) -> str:
 @pytest.mark.slow
 def test_150_command_lines_of_megatron(places: dict[str, str]) -> None:
     assert len(LINES) == 150 and len({source for _, _, source, _ in LINES}) == 150
-    own = {command: parser_of(kind, "x")._option_string_actions for command, kind in KINDS.items()}
+    own = {command: parser_of(kind.settings, "x")._option_string_actions for command, kind in KINDS.items()}
     for outcome, command, source, line in LINES:
         words = words_of(line, places)
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -160,11 +160,11 @@ def test_ten_of_them_train_two_steps_on_two_ranks(world: Any, capsys: pytest.Cap
     chosen = [one for one in LINES if one[2] in MEANINGS]
     assert len(chosen) == 10
     for _, command, source, line in chosen:
-        config = read_config(KINDS[command], smaller(line), command, 2)
+        config = KINDS[command].read(smaller(line), 2, tell)
         said = capsys.readouterr().err
         assert said and len(set(said.splitlines())) == len(said.splitlines()), source
         with watched(config, world) as comm:
-            trainer = TASKS[command](config, comm).trainer
+            trainer = TASKS[command].started(config, comm).trainer
             losses = [trainer.step().loss for _ in range(2)]
             trainer.close()
         # of a new model: that of a guess, and of BERT also of the order of two parts
@@ -226,7 +226,7 @@ def test_a_file_of_options_may_have_them_too(tmp_path: Path) -> None:
 
 
 def test_another_command_has_no_such_flags() -> None:
-    from trainers.generate import GenerateConfig
+    from trainers.generate import COMMAND
 
     with pytest.raises(OptionError, match="unrecognized arguments: --use-flash-attn"):
-        parse(GenerateConfig, ["--use-flash-attn"], "generate")
+        COMMAND.parse(["--use-flash-attn"])

@@ -9,13 +9,12 @@ import pytest
 
 from commengine.options.declared import parser_of
 from tests.support.mpirun import ROOT
-from trainers.finetuning.config import FinetuneConfig
+from trainers.finetuning.completing import COMMAND as FINETUNE
 from trainers.megatron_flags.answers import COMMANDS
 from trainers.megatron_flags.table import TABLE, answers
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.commands import PRETRAIN
 
-KINDS: dict[str, Any] = {"gpt": GPTTrainConfig, "bert": BERTTrainConfig, "finetune": FinetuneConfig}
+KINDS: dict[str, Any] = {**PRETRAIN, "finetune": FINETUNE}
 #: a flag a line: name; 0, 1, + for several words, ? for none in some versions; defaults, the newest one last. Facts of
 #: arguments.py, and of the classes it builds on, in 24 versions of Megatron-LM from March 2019 to August 2026
 THEIRS = {
@@ -30,7 +29,7 @@ SET_LATER = {"--dataloader-type": "single", "--model-parallel-size": "1"}
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_megatron_has_an_answer_of_its_words(command: str) -> None:
-    own, table = parser_of(KINDS[command], "x")._option_string_actions, answers(command)
+    own, table = parser_of(KINDS[command].settings, "x")._option_string_actions, answers(command)
     assert len(THEIRS) > 980
     assert [name for name in THEIRS if name not in own and name not in table] == []
     assert [name for name in table if name in own or name not in THEIRS] == []
@@ -44,7 +43,7 @@ def test_every_flag_of_megatron_has_an_answer_of_its_words(command: str) -> None
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_answer_is_given_once_and_names_flags_that_are_here(command: str) -> None:
     assert KINDS[command].megatron == command
-    parser = parser_of(KINDS[command], "x")
+    parser = parser_of(KINDS[command].settings, "x")
     of_command = [one for some in TABLE.values() for one in some if command in one.commands]
     names = [flag.name for one in of_command for flag in one.flags]
     assert len(names) == len(set(names))
@@ -67,4 +66,4 @@ def test_the_page_is_the_table() -> None:
 
 def test_names_of_fields_are_those_of_flags() -> None:
     """`Difference` and the notes of a run derive a flag from its field."""
-    assert [one.name for kind in KINDS.values() for one in fields(kind) if one.name.endswith("_")] == []
+    assert [one.name for kind in KINDS.values() for one in fields(kind.settings) if one.name.endswith("_")] == []

@@ -15,6 +15,7 @@ import torch
 from commengine import Communicator, ProcessGrid
 from tests.support.training import small_runs
 from tplayers import placements
+from trainers.tasks.kinds import task_of
 
 pytestmark = [pytest.mark.long, pytest.mark.mpi(min_size=2), pytest.mark.timeout(900)]
 
@@ -147,15 +148,14 @@ def test_the_bits_of_one_rank(mpi_world, itself, kind):
 
 
 def settings(layout, kind, count, **folders):
-    from trainers.tasks.bert import BERTTrainConfig
-    from trainers.tasks.gpt import GPTTrainConfig
+    from trainers.settings.commands import BERTSettings, GPTSettings
 
     llama = {
         "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 4,
     }  # fmt: skip
     each_stretch = count // (layout.pipeline * layout.chunks) if layout.chunks > 1 else None
-    return (BERTTrainConfig if kind == "bert" else GPTTrainConfig)(
+    return (BERTSettings if kind == "bert" else GPTSettings)(
         mock_data=True, vocab_size=100, num_layers=count, hidden_size=32, num_attention_heads=4, seq_length=16,
         make_vocab_size_divisible_by=128, global_batch_size=8, micro_batch_size=1, train_iters=9, lr=1e-3,
         deterministic=True, tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
@@ -167,10 +167,9 @@ def settings(layout, kind, count, **folders):
 def went_on(layout, kind, comm, count, steps, **folders):
     """The folder of the checkpoint that a run writes after some steps. It resumes if ``load`` is given."""
     from trainers.checkpoints.run_state import CheckpointSaver, resume
-    from trainers.tasks.training import transformer_trainer
 
-    config = settings(layout, kind, count, **folders).completed(comm.size)
-    trainer = transformer_trainer(config, comm, config.open_corpus())
+    config = task_of(settings(layout, kind, count, **folders)).completed(comm.size)
+    trainer = task_of(config).new_trainer(comm, task_of(config).open_corpus())
     if "load" in folders:
         assert resume(trainer) is not None
     for _ in range(steps):

@@ -10,10 +10,12 @@ from safetensors.torch import load_file
 from commengine import UsageError
 from trainers import pretrain_gpt
 from trainers.checkpoints import disk, run_state
-from trainers.megatron_flags.parsing import parse
 from trainers.run.exports import Exports
 from trainers.run.metrics import Metrics
-from trainers.tasks.gpt import GPTTask, GPTTrainConfig
+from trainers.settings.rules import require_valid
+from trainers.tasks.commands import PRETRAIN_GPT
+from trainers.tasks.gpt import GPTTask
+from trainers.tasks.kinds import task_of
 
 pytestmark = pytest.mark.mpi
 
@@ -26,9 +28,9 @@ SIZES = (
 @contextlib.contextmanager
 def begun(world, save: Path, *words: str) -> Iterator[tuple[GPTTask, Exports, run_state.CheckpointSaver]]:
     """A run of one step that has just saved, with its exports."""
-    config = parse(GPTTrainConfig, [*SIZES.split(), "--save", str(save), *words], "pretrain_gpt")
-    config.validate(world.size)
-    task = GPTTask(config.completed(world.size), world)
+    config = PRETRAIN_GPT.parse([*SIZES.split(), "--save", str(save), *words])
+    require_valid(config, world.size)
+    task = GPTTask.started(task_of(config).completed(world.size), world)
     metrics = Metrics(None, 0, 2, tensorboard=None, active=world.rank == 0)
     saver = run_state.CheckpointSaver(task.trainer)
     task.trainer.step()

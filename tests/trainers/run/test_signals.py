@@ -9,8 +9,8 @@ import pytest
 
 from tests.support import mpirun
 from tests.support.lab.hosts import is_intel
-from trainers.config import SIGNALS
 from trainers.run import signals
+from trainers.settings.steps import SIGNALS
 
 # The main thread waits for a lock that nobody releases, in the C library, where Python's handlers do not run.
 HELD = """

@@ -15,8 +15,9 @@ from commengine import UsageError
 from tests.support import mpirun
 from tests.support.lab.hosts import is_open_mpi
 from tests.support.training.runs import has_long_tests
-from trainers.config import TrainConfig
 from trainers.run.stopping import DURATION, LIMIT, StopRequests, job_end_time
+from trainers.settings.commands import TrainSettings
+from trainers.settings.rules import require_valid
 
 STEPS = 6
 RUN = ["--tensor-model-parallel-size", "2", "--train-iters", str(STEPS), "--eval-iters", "2", "--eval-interval", "2"]
@@ -198,10 +199,10 @@ def stopping():
 
 def test_the_limit_is_in_force_before_the_end_of_the_job(stopping, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(math.ceil(time.time()) + 1000))
-    stopping.configure(TrainConfig(save="runs/x"))
+    stopping.configure(TrainSettings(save="runs/x"))
     assert stopping.reason() == 0 and "the run saves and stops 120 s before it" in stopping.limit
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() - 1))
-    stopping.configure(TrainConfig(save="runs/x", exit_before_limit=2000.0))
+    stopping.configure(TrainSettings(save="runs/x", exit_before_limit=2000.0))
     assert stopping.reason() == LIMIT and stopping.text(LIMIT) == "--exit-before-limit 2000"
     stopping.forget()
     assert stopping.reason() == 0
@@ -209,21 +210,21 @@ def test_the_limit_is_in_force_before_the_end_of_the_job(stopping, monkeypatch):
 
 def test_half_of_a_short_job_is_left_to_training(stopping, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
-    stopping.configure(TrainConfig(save="runs/x"))
+    stopping.configure(TrainSettings(save="runs/x"))
     assert stopping.reason() == 0 and "the run saves and stops 50 s before it" in stopping.limit
 
 
 @pytest.mark.parametrize("settings", [{"save": None}, {"save": "runs/x", "exit_before_limit": 0.0}])
 def test_no_limit_where_nothing_is_saved_or_it_is_turned_off(stopping, monkeypatch, settings):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
-    stopping.configure(TrainConfig(**settings))
+    stopping.configure(TrainSettings(**settings))
     assert stopping.reason() == 0 and stopping.limit is None
 
 
 def test_the_duration_counts_from_the_start(stopping):
-    stopping.configure(TrainConfig(save="runs/x", exit_duration_in_mins=60.0))
+    stopping.configure(TrainSettings(save="runs/x", exit_duration_in_mins=60.0))
     assert stopping.reason() == 0
-    stopping.configure(TrainConfig(save="runs/x", exit_duration_in_mins=1e-9))
+    stopping.configure(TrainSettings(save="runs/x", exit_duration_in_mins=1e-9))
     assert stopping.reason() == DURATION
 
 
@@ -244,5 +245,5 @@ def test_the_duration_counts_from_the_start(stopping):
 )
 def test_what_the_options_refuse(settings, words):
     with pytest.raises(UsageError) as caught:
-        TrainConfig(**settings).validate(1)
+        require_valid(TrainSettings(**settings), 1)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -14,7 +14,8 @@ from tests.support.weights.hugging_face import to_hugging_face
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import texts
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 
 pytestmark = pytest.mark.slow
 
@@ -179,10 +180,10 @@ def theirs(outcomes, folder, tokenizer):
     """The run's model as transformers' GPT-2 in float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPTTrainConfig(
+    config = task_of(GPTSettings(
         num_layers=1, hidden_size=48, num_attention_heads=12, seq_length=LENGTH, vocab_size=tokenizer.vocab_size,
         make_vocab_size_divisible_by=12,
-    ).model()  # fmt: skip
+    )).model()  # fmt: skip
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=config.vocab_size, n_positions=LENGTH, n_embd=48, n_layer=1, n_head=12)
     )

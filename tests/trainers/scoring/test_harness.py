@@ -17,7 +17,8 @@ from tests.support.weights.hugging_face import to_hugging_face
 from tplayers import Sampling
 from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.tokenizer import Tokenizer
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.tasks.kinds import task_of
 
 if not all(map(find_spec, ("lm_eval", "evaluate", "accelerate"))):  # to import them takes 3 s
     pytest.skip("lm-evaluation-harness is not installed: pip install '.[lm-eval]' accelerate", allow_module_level=True)
@@ -161,10 +162,10 @@ def gpt(outcomes, folder, tokenizer):
     from lm_eval.models.huggingface import HFLM
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    config = GPTTrainConfig(
+    config = task_of(GPTSettings(
         num_layers=1, hidden_size=48, num_attention_heads=4, seq_length=LENGTH, vocab_size=tokenizer.vocab_size,
         make_vocab_size_divisible_by=4,
-    ).model()  # fmt: skip
+    )).model()  # fmt: skip
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=config.vocab_size, n_positions=LENGTH, n_embd=48, n_layer=1, n_head=4,
                    bos_token_id=tokenizer.eod, eos_token_id=tokenizer.eod)

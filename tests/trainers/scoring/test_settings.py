@@ -3,14 +3,14 @@
 import pytest
 
 from commengine import UsageError
-from trainers.scoring.settings import EvaluateConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.scoring.settings import COMMAND, EvaluateSettings, completed, names_of, window
+from trainers.settings.commands import GPTSettings
 
 
 @pytest.fixture
 def settings(tmp_path):
     (tmp_path / "text").write_text("a text")
-    return lambda **given: EvaluateConfig(
+    return lambda **given: EvaluateSettings(
         **({"load": "run", "task": "wikitext", "data": str(tmp_path / "text")} | given)
     )
 
@@ -43,27 +43,31 @@ def settings(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named(settings, given, said):
+    def checked(config):
+        COMMAND.require_valid(config, 4)
+        completed(config, 4)
+
     with pytest.raises(UsageError, match=said):
-        settings(**given).validate(4)
+        checked(settings(**given))
 
 
 def test_the_tasks_of_the_harness(settings):
-    assert settings().names == []
+    assert names_of(settings()) == []
     config = settings(task="lm-eval:arc_easy,wikitext", data=None, limit=0.5)
-    config.validate(4)
-    assert config.names == ["arc_easy", "wikitext"]
+    COMMAND.require_valid(config, 4)
+    assert names_of(config) == ["arc_easy", "wikitext"]
 
 
 def test_the_defaults_of_the_windows_are_the_papers_for_wikitext(settings):
     def run(length, positions=None):
-        return GPTTrainConfig(seq_length=length, max_position_embeddings=positions)
+        return GPTSettings(seq_length=length, max_position_embeddings=positions)
 
-    settings().validate(4)
-    assert settings().window(run(1024)) == (1024, 32) and settings().window(run(16)) == (16, 16)
-    assert settings(task="perplexity").window(run(1024)) == (1024, 1024)
-    assert settings(task="perplexity").window(run(512, 1024)) == (512, 512)  # the other positions were never trained
-    assert settings(seq_length=1024, stride=1).window(run(512, 1024)) == (1024, 1)
+    COMMAND.require_valid(settings(), 4)
+    assert window(settings(), run(1024)) == (1024, 32) and window(settings(), run(16)) == (16, 16)
+    assert window(settings(task="perplexity"), run(1024)) == (1024, 1024)
+    assert window(settings(task="perplexity"), run(512, 1024)) == (512, 512)  # the other positions were never trained
+    assert window(settings(seq_length=1024, stride=1), run(512, 1024)) == (1024, 1)
     with pytest.raises(UsageError, match="--seq-length 2048: the model knows 1024 positions"):
-        settings(seq_length=2048).window(run(512, 1024))
+        window(settings(seq_length=2048), run(512, 1024))
     with pytest.raises(UsageError, match="--stride 64: must not exceed the 32 tokens"):
-        settings(stride=64).window(run(32))
+        window(settings(stride=64), run(32))

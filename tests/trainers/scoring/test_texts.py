@@ -1,6 +1,7 @@
 """Texts are encoded whole, counted before they are detokenized, and are the same on all ranks; bad files are named."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from trainers.data.indexed_writer import IndexedDatasetWriter
 from trainers.data.same_data import KnownData
 from trainers.data.tokenizer import Tokenizer
 from trainers.scoring import texts
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
 
 FIXTURE = Path(__file__).with_name("articles.raw")
 
@@ -76,7 +77,7 @@ def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, to
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             for document in documents:
                 writer.add_document(np.array(document))
-    settings = GPTTrainConfig(
+    settings = GPTSettings(
         data_path=["1", str(tmp_path / "a"), "0", str(tmp_path / "b")], split="8,2", vocab_size=tokenizer.vocab_size
     )
     (tokens,), counts = texts.read_held_out(settings, tokenizer)
@@ -109,7 +110,7 @@ def test_the_held_out_text_of_a_run_is_one_stream_for_each_data_set(tmp_path, to
         ({"vocab_size": 5}, "outside the run's vocabulary of 5"),
     ):
         with pytest.raises(UsageError, match=f"--task held-out: .*{said}"):
-            texts.read_held_out(GPTTrainConfig(**(settings.to_json() | changed)), tokenizer)
+            texts.read_held_out(GPTSettings(**(asdict(settings) | changed)), tokenizer)
 
 
 @pytest.mark.mpi
@@ -147,5 +148,5 @@ def test_the_words_of_held_out_documents_do_not_count_the_token_that_ends_them(t
     with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
         for document in ([3, 1], [2, 3, 1]):
             writer.add_document(np.array(document))
-    settings = GPTTrainConfig(data_path=[str(tmp_path / "a")], split="0,1", vocab_size=4)
+    settings = GPTSettings(data_path=[str(tmp_path / "a")], split="0,1", vocab_size=4)
     assert texts.read_held_out(settings, llama).counts.words == 1 + 2

@@ -4,7 +4,7 @@ import pytest
 
 from commengine import UsageError
 from trainers.supervision.command import STEP_FILE, Position, TrainingCommand
-from trainers.supervision.settings import Size, SuperviseConfig
+from trainers.supervision.settings import Size, SuperviseSettings
 
 _LAUNCH = "mpirun -n {ranks} python -m trainers.pretrain_gpt --mock-data --vocab-size 100 --global-batch-size 8"
 LAUNCH = _LAUNCH.split()
@@ -12,7 +12,7 @@ SAVED = ["--save", "runs/x", "--load", "runs/x", "--save-interval", "5"]
 
 
 def command(words, **given):
-    settings = SuperviseConfig(**({"ranks": "4,2"} | given))
+    settings = SuperviseSettings(**({"ranks": "4,2"} | given))
     settings.validate()
     return TrainingCommand(words, settings)
 

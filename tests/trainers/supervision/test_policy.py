@@ -6,11 +6,11 @@ import pytest
 
 from trainers.supervision.command import Position
 from trainers.supervision.policy import Policy
-from trainers.supervision.settings import SuperviseConfig
+from trainers.supervision.settings import SuperviseSettings
 
 
 def policy(**given):
-    return Policy(SuperviseConfig(**given))
+    return Policy(SuperviseSettings(**given))
 
 
 def goes_on(decision):

@@ -3,28 +3,28 @@
 import pytest
 
 from commengine import UsageError
-from trainers.megatron_flags.parsing import parse
-from trainers.supervision.settings import Size, SuperviseConfig
+from commengine.options.declared import parse
+from trainers.supervision.settings import Size, SuperviseSettings
 
 
 def test_sizes_and_hosts_are_read():
-    settings = SuperviseConfig(ranks="4:2, 2:1", hosts="n1:2,n2,n3:1")
+    settings = SuperviseSettings(ranks="4:2, 2:1", hosts="n1:2,n2,n3:1")
     settings.validate()
     assert settings.sizes() == [Size(4, 2), Size(2, 1)]
     assert settings.host_slots() == {"n1": 2, "n2": 1, "n3": 1}
-    assert SuperviseConfig().sizes() == [] and SuperviseConfig().host_slots() == {}
-    assert SuperviseConfig(ranks="4,2").sizes() == [Size(4), Size(2)]
+    assert SuperviseSettings().sizes() == [] and SuperviseSettings().host_slots() == {}
+    assert SuperviseSettings(ranks="4,2").sizes() == [Size(4), Size(2)]
 
 
 def test_a_list_of_many_hosts_is_no_long_name(tmp_path):
     hosts = ",".join(f"cluster-node-{n:04}:8" for n in range(300))
-    settings = parse(SuperviseConfig, ["--ranks", "2400", "--hosts", hosts], "supervise")
+    settings = parse(SuperviseSettings, ["--ranks", "2400", "--hosts", hosts], "supervise")
     settings.validate()
     assert len(settings.host_slots()) == 300
     (tmp_path / "hosts.yaml").write_text(f"ranks: 2400\nhosts: {hosts}\n")
-    assert parse(SuperviseConfig, ["--config", str(tmp_path / "hosts.yaml")], "supervise") == settings
+    assert parse(SuperviseSettings, ["--config", str(tmp_path / "hosts.yaml")], "supervise") == settings
     with pytest.raises(UsageError, match="longer than any name"):
-        parse(SuperviseConfig, ["--hosts", "x" * 300], "supervise")
+        parse(SuperviseSettings, ["--hosts", "x" * 300], "supervise")
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_a_list_of_many_hosts_is_no_long_name(tmp_path):
 )
 def test_wrong_ones_are_named(given, says):
     with pytest.raises(UsageError) as error:
-        SuperviseConfig(**given).validate()
+        SuperviseSettings(**given).validate()
     assert says in str(error.value)

@@ -12,9 +12,10 @@ from commengine import Communicator, UsageError
 from commengine.cost import FittedModel, Segment
 from tests.support import mpirun
 from tplayers import formulas
-from trainers.tasks.bert import BERTTrainConfig
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.rules import require_valid
 from trainers.tasks.dry_run import dry_run, forecast, kept_tensors
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.kinds import task_of
 
 HOST = torch.device("cpu")
 SIZES = {
@@ -39,9 +40,9 @@ MODEL = FittedModel({name: (Segment(2, 0, 1e-5, 1e-9),) for name in ("all_reduce
     ],
 )  # fmt: skip
 def test_the_forecast_is_the_formulas(other):
-    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2} | other)
+    config = GPTSettings(**SIZES | {"tensor_model_parallel_size": 2} | other)
     found = forecast(config, 8, 1e9, HOST, MODEL)
-    shape = config.model().cost_shape(32, "gpt", 2)
+    shape = task_of(config).model().cost_shape(32, "gpt", 2)
     batch, recompute = config.global_batch_size or 8, config.recompute_granularity or "none"
     kept = formulas.KeptTensors(
         element_bytes=2 if "bf16" in other or "fp16" in other else 4, recompute=recompute,
@@ -71,7 +72,7 @@ def test_the_forecast_is_the_formulas(other):
     "other", [{}, {"bf16": True, "recompute_granularity": "full"}, {**LLAMA, "use_distributed_optimizer": True}]
 )
 def test_ranks_that_share_sequences_share_the_flops_and_the_activations(way, other):
-    alone = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2, "attention_dropout": 0.0} | other)
+    alone = GPTSettings(**SIZES | {"tensor_model_parallel_size": 2, "attention_dropout": 0.0} | other)
     config = replace(alone, context_parallel_size=2, cp_comm_type=way)
     found, whole = forecast(config, 8, 1e9, HOST), forecast(alone, 4, 1e9, HOST)
     assert found.flops == whole.flops / 2 and found.tokens == whole.tokens
@@ -89,7 +90,7 @@ def test_ranks_that_share_sequences_share_the_flops_and_the_activations(way, oth
 @pytest.mark.parametrize(("way", "drawn"), [("p2p", True), ("all_gather", True), ("a2a", False)])
 def test_a_ring_with_dropout_by_position_has_one_block_of_scores(way, drawn):
     """The other way round, an all-to-all keeps them all."""
-    config = GPTTrainConfig(**SIZES | {"context_parallel_size": 2, "cp_comm_type": way})
+    config = GPTSettings(**SIZES | {"context_parallel_size": 2, "cp_comm_type": way})
     found = forecast(config, 2, 1e9, HOST).memory
     block = 2 * 4 * 16 * 16 * 9  # samples, heads, positions of a rank, bytes
     assert found.get("one block of scores") == (block if drawn else None)
@@ -101,11 +102,11 @@ def test_a_ring_with_dropout_by_position_has_one_block_of_scores(way, drawn):
 @pytest.mark.parametrize(("each", "chunks"), [(None, 1), (1, 2)])
 def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_that_needs_most(each, chunks):
     few = {"num_layers": 8, "vocab_size": 8, "make_vocab_size_divisible_by": 8, "global_batch_size": 16}  # no ends
-    config = GPTTrainConfig(**SIZES | few, pipeline_model_parallel_size=4, num_layers_per_virtual_pipeline_stage=each)
+    config = GPTSettings(**SIZES | few, pipeline_model_parallel_size=4, num_layers_per_virtual_pipeline_stage=each)
     found = forecast(config, 4, 1e9, HOST)
     assert found.cut == ("2 + 2 + 2 + 2" if each is None else "[1, 1] + [1, 1] + [1, 1] + [1, 1]")
     assert found.waits / (found.flops / 1e9) == pytest.approx(3 / (chunks * 8), rel=0.1)
-    shape, kept = config.cost_shape(), kept_tensors(config, overlap=False)
+    shape, kept = task_of(config).cost_shape(), kept_tensors(config, overlap=False)
     first = formulas.training_bytes(
         shape,
         2,
@@ -122,7 +123,7 @@ def test_of_a_pipeline_it_shows_the_cut_the_bubble_and_the_memory_of_the_stage_t
 
 
 def test_without_a_model_the_collectives_take_no_time_and_the_words_say_so():
-    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    config = GPTSettings(**SIZES | {"tensor_model_parallel_size": 2})
     unknown, alone = (
         forecast(config, 2, 1e9, HOST),
         forecast(replace(config, tensor_model_parallel_size=1), 1, 1e9, HOST),
@@ -135,9 +136,9 @@ def test_without_a_model_the_collectives_take_no_time_and_the_words_say_so():
 
 
 def test_a_bert_has_a_forecast():
-    config = BERTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    config = BERTSettings(**SIZES | {"tensor_model_parallel_size": 2})
     found = forecast(config, 4, 1e9, HOST, MODEL)
-    shape = config.model().cost_shape(32, "bert", 2)
+    shape = task_of(config).model().cost_shape(32, "bert", 2)
     assert found.flops == formulas.model_flops(shape, 4) / 4
     kept = kept_tensors(config, overlap=False)
     assert found.memory == formulas.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0
@@ -158,7 +159,7 @@ def test_the_ranks_agree_and_rank_0_prints(mpi_world, capfd, tmp_path_factory):
         path.write_text(json.dumps(MODEL.to_json()))
     mpi_world.Barrier()
     with Communicator(mpi_world) as world:
-        config = GPTTrainConfig(**SIZES, dry_run=True, cost_model=str(path), device="cpu")
+        config = GPTSettings(**SIZES, dry_run=True, cost_model=str(path), device="cpu")
         assert not dry_run(replace(config, dry_run=False), world)
         assert dry_run(config, world)
         said = capfd.readouterr().out
@@ -174,7 +175,7 @@ def test_the_command_prints_and_trains_nothing(tmp_path):
     words += ["--tensor-model-parallel-size", "2", "--save", str(tmp_path / "run")]
     done = mpirun.run(2, "-m", "trainers.pretrain_gpt", *words, "--dry-run")
     assert done.returncode == 0, done.stderr
-    config = GPTTrainConfig(**SIZES | {"tensor_model_parallel_size": 2})
+    config = GPTSettings(**SIZES | {"tensor_model_parallel_size": 2})
     memory = forecast(config, 2, 1.0, HOST).memory
     assert f"memory of a rank   {sum(memory.values()) / 1e9:9.3f} GB" in done.stdout
     assert re.search(r"time of a step     [\d.e-]+ s, [\d,]+ tokens/s", done.stdout)
@@ -182,6 +183,6 @@ def test_the_command_prints_and_trains_nothing(tmp_path):
 
 
 def test_a_cost_model_without_a_dry_run_is_an_error():
-    config = GPTTrainConfig(**SIZES, cost_model="model.json")
+    config = GPTSettings(**SIZES, cost_model="model.json")
     with pytest.raises(UsageError, match=r"--cost-model model\.json: goes with --dry-run"):
-        config.validate(1)
+        require_valid(config, 1)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from trainers.tasks.transformer import machine_memory
+from trainers.tasks.fitting import machine_memory
 
 
 @pytest.mark.parametrize("gpu", [1, 1 << 60])

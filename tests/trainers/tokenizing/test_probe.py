@@ -58,6 +58,13 @@ def test_a_usable_file_passes(tmp_path):
     probe.require_usable(path)
 
 
+def test_a_file_that_no_memory_holds_is_refused_before_it_is_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)  # without a block on the disk
+    with pytest.raises(ValueError, match=r"tokenizer\.json: has 1,099,511,627,776 bytes"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_file_is_tried_once_and_by_rank_0_alone(mpi_world, tmp_path, monkeypatch):
     """Whatever its name is: a copy of it is not tried again, and a changed one is."""

@@ -144,7 +144,7 @@ def test_greedy_texts_and_conversations_are_those_of_transformers(llama, alone, 
         trained = load_trained(f"hf:{llama}", grid)
         assert len(trained.end_tokens) > 1
         monkeypatch.setattr("sys.stdin", io.StringIO("<|u|>the cat\n"))
-        config = generate.GenerateConfig(load="x", interactive=True, temperature=0.0, max_new_tokens=12)
+        config = generate.GenerateSettings(load="x", interactive=True, temperature=0.0, max_new_tokens=12)
         capsys.readouterr()
         assert generate._converse(config, grid, trained) == 0
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)

@@ -9,8 +9,8 @@ from commengine import ProcessGrid, UsageError
 from tests.support.small_models import VOCAB, S
 from tests.support.training import small_runs
 from tplayers import GPT, GPTConfig, ModelPart, initialize, use_canonical_shards
-from trainers.config import TrainConfig
-from trainers.tasks.gpt import GPTTrainConfig, NextToken
+from trainers.settings.commands import GPTSettings, TrainSettings
+from trainers.tasks.gpt import NextToken
 from trainers.training.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
@@ -19,7 +19,7 @@ SHAPE = GPTConfig(1, 32, 4, VOCAB, S, hidden_dropout=0.0, attention_dropout=0.0,
 CONFIG = small_runs.CONFIG
 
 
-def made(grid: ProcessGrid, config: TrainConfig, shape: GPTConfig = SHAPE, *, size: int = 8,
+def made(grid: ProcessGrid, config: TrainSettings, shape: GPTConfig = SHAPE, *, size: int = 8,
          dtype: torch.dtype = torch.float32, canonical: int | None = None) -> Trainer:  # fmt: skip
     model = GPT(shape, grid.tensor, dtype=dtype)
     initialize(model, 1)
@@ -72,11 +72,11 @@ def test_one_ranks_contradiction_is_told_to_all(world):
 
 
 def test_a_transformers_own_settings_are_compared_too(world):
-    """`GPTTrainConfig` has the shape of the model; its None says nothing."""
+    """`GPTSettings` has the shape of the model; its None says nothing."""
     own = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0}
     shared = {item: getattr(CONFIG, item) for item in ("lr", "global_batch_size", "micro_batch_size")}
     rest = {"make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 2}
-    config = GPTTrainConfig(**own, **shared, **rest, attention_dropout=0.0)
+    config = GPTSettings(**own, **shared, **rest, attention_dropout=0.0)
     grid = ProcessGrid(world, tensor=2)
     made(grid, config).close()
     grid = ProcessGrid(world, tensor=2)

@@ -16,6 +16,7 @@ from trainers.data.permutation import EpochPermutation
 from trainers.data.samples import Samples
 from trainers.data.stream import Source
 from trainers.tasks.gpt import IGNORED, TokenBatches
+from trainers.tasks.kinds import task_of
 from trainers.training.clipping import clip, gradient_norm
 from trainers.training.layout import Treatment
 from trainers.training.reduction import GradientBuckets, GradientSegment
@@ -387,15 +388,14 @@ class HoledBatches(TokenBatches):
 def test_the_trainers_step_divides_by_the_global_count(world):
     """Trainer.step with ranks that count nothing: the loss is that of the one sample that counts."""
     from trainers.data.corpus import Corpus
-    from trainers.tasks.gpt import GPTTrainConfig
-    from trainers.tasks.training import transformer_trainer
+    from trainers.settings.commands import GPTSettings
 
-    config = GPTTrainConfig(
+    config = GPTSettings(
         num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, hidden_dropout=0.0,
         attention_dropout=0.0, make_vocab_size_divisible_by=64, global_batch_size=4, mock_data=True,
     )  # fmt: skip
     corpus = Corpus((Source("holed", "holed", Fraction(1), Holed()),))
-    trainer = transformer_trainer(config, world, corpus)
+    trainer = task_of(config).new_trainer(world, corpus)
     words = {"vocab_size": 50, "unusable": ""}
     trainer.batches = HoledBatches(corpus.stream(config.seed), size=4, micro=1, data=trainer.grid.data, **words)
     last = torch.from_numpy(Holed()[EpochPermutation(64, config.seed)[3]])[None]

@@ -9,14 +9,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from commengine import ProcessGrid, UsageError
-from trainers.config import TrainConfig
 from trainers.run.evaluation import evaluate
+from trainers.settings.commands import TrainSettings
+from trainers.settings.rules import require_valid
 from trainers.training.trainer import Trainer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.every_size]
 
 WIDTH, SIZE, STEPS = 5, 8, 6
-CONFIG = TrainConfig(
+CONFIG = TrainSettings(
     lr=1e-2, min_lr=0.0, lr_decay_style="constant", weight_decay=0.1, clip_grad=0.5, micro_batch_size=2,
     global_batch_size=SIZE, train_iters=STEPS, ddp_bucket_size=40,
 )  # fmt: skip
@@ -120,7 +121,7 @@ def plain_torch():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_model_of_someone_elses_is_trained_as_by_a_plain_loop(world, overlap, shard):
     config = replace(CONFIG, overlap_grad_reduce=overlap, use_distributed_optimizer=shard)
-    config.validate(world.size)
+    require_valid(config, world.size)
     grid = ProcessGrid(world, tensor=1)
     trainer = Trainer(config, grid, Regression(), TwoLosses(), Source(grid.data))
     steps = [trainer.step() for _ in range(STEPS)]

@@ -12,8 +12,9 @@ from commengine.rank_zero import on_every_rank
 from trainers.data.corpus import Corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import Source
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.kinds import task_of
 from trainers.training.trainer import require_compiler
 
 
@@ -28,7 +29,7 @@ class Counting(Samples):
 
 
 CORPUS = Corpus((Source("counting", "counting", Fraction(1), Counting()),))
-CONFIG = GPTTrainConfig(
+CONFIG = GPTSettings(
     num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=50, lr=1e-2,
     make_vocab_size_divisible_by=64, mock_data=True,
 )  # fmt: skip
@@ -44,7 +45,7 @@ def test_compiled_training_changes_no_bit_and_compiles_once(world, monkeypatch):
     config = dataclasses.replace(CONFIG, tensor_model_parallel_size=tensor, global_batch_size=2 * world.size // tensor)
     steps, parameters = [], []
     for compiled in (False, True):
-        trainer = transformer_trainer(dataclasses.replace(config, compile=compiled), world, CORPUS)
+        trainer = task_of(dataclasses.replace(config, compile=compiled)).new_trainer(world, CORPUS)
         first = trainer.step()
         with torch._dynamo.config.patch(error_on_recompile=True):
             steps.append([first, trainer.step(), trainer.step()])
@@ -70,10 +71,10 @@ def test_a_rank_without_a_compiler_refuses_for_all(world, monkeypatch):
 def test_fused_dropout_and_compilation_exclude_each_other():
     fused = dataclasses.replace(CONFIG, attention_dropout_mask="fused", compile=True)
     with pytest.raises(UsageError, match="--attention-dropout-mask fused: excludes --compile, because a compiled"):
-        fused.validate(1)
+        require_valid(fused, 1)
     for allowed in ({"compile": False}, {"attention_dropout": 0.0}, {"attention_dropout_mask": "position"}):
-        dataclasses.replace(fused, **allowed).validate(1)
-    assert fused.model().attention_dropout_mask == "fused"
+        require_valid(dataclasses.replace(fused, **allowed), 1)
+    assert task_of(fused).model().attention_dropout_mask == "fused"
 
 
 @pytest.mark.mpi
@@ -85,7 +86,7 @@ def test_fused_dropout_trains_with_masks_of_its_own(world):
     losses = []
     for mask in ("position", "fused", "fused"):
         config = dataclasses.replace(config, attention_dropout_mask=mask)
-        trainer = transformer_trainer(config, world, CORPUS)
+        trainer = task_of(config).new_trainer(world, CORPUS)
         losses.append([trainer.step().loss for _ in range(3)])
         trainer.close()
     assert losses[1] == losses[2] and losses[0] != losses[1]
@@ -95,7 +96,7 @@ def test_fused_dropout_trains_with_masks_of_its_own(world):
 
 def test_a_sequence_that_does_not_divide_is_refused():
     config = dataclasses.replace(CONFIG, seq_length=9, sequence_parallel=True)
-    dataclasses.replace(config, tensor_model_parallel_size=1).validate(2)
+    require_valid(dataclasses.replace(config, tensor_model_parallel_size=1), 2)
     words = "--seq-length 9: with --sequence-parallel it must be a multiple of --tensor-model-parallel-size 2"
     with pytest.raises(UsageError, match=words):
-        dataclasses.replace(config, tensor_model_parallel_size=2).validate(2)
+        require_valid(dataclasses.replace(config, tensor_model_parallel_size=2), 2)

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.support.training.states import local_state
 from tplayers import SelfAttention, TransformerBlock, formulas
+from trainers.tasks.kinds import task_of
 
 pytestmark = pytest.mark.mpi
 
@@ -170,7 +171,7 @@ def test_bytes_of_a_step_are_the_plans(trainer, world, case):
     made = trainer(world, **(SIZES | CASES[case]))
     activations, sent = counted_activations(made)
     state, grid, config = counted_state(made), made.grid, made.config
-    shape = config.model().cost_shape(config.seq_length)
+    shape = task_of(config).model().cost_shape(config.seq_length)
     planned = formulas.training_bytes(shape, config.micro_batch_size, grid.tensor.size, grid.data.size, kept(config))
     assert planned["parameters and optimizer"] == pytest.approx(state, rel=0.01)  # buckets are padded a little
     above = 0.05 if config.recompute_granularity == "selective" else 0.02  # the layer's MLP has gone by then

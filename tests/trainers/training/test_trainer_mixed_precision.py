@@ -10,6 +10,7 @@ import torch
 from commengine import trace
 from tests.support.training.states import local_state
 from tplayers import GPT, Randomness, initialize
+from trainers.tasks.kinds import task_of
 
 pytestmark = pytest.mark.mpi
 
@@ -148,7 +149,7 @@ def test_a_shard_is_clipped_as_the_whole_is(world, alone, trainer, precision):
 def plain_torch(alone, trainer, dtype, scale, clip, steps):
     """Half parameters, fp32 masters, gradients of each microbatch added up in fp32: with nothing of the trainers'."""
     config = trainer.config
-    model = GPT(config.model(), alone, dtype=dtype)
+    model = GPT(task_of(config).model(), alone, dtype=dtype)
     initialize(model, config.seed)
     parameters = list(model.parameters())
     masters = [p.detach().float().clone() for p in parameters]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tplayers import BERTConfig, GPTConfig, RopeScaling
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.tasks.kinds import task_of
 from trainers.weights.configurations import TaskHead, other_dropout, read_configuration, written_configuration
 from trainers.weights.other_model import model_settings
 
@@ -75,9 +75,9 @@ def test_settings_and_written_keys_give_the_same_model(tmp_path, name):
     """Read; as settings of a training command; written, with the origin and without it, and read again."""
     keys = PUBLISHED[name]
     found = read(tmp_path, keys)
-    kind = BERTTrainConfig if isinstance(found, BERTConfig) else GPTTrainConfig
+    kind = BERTSettings if isinstance(found, BERTConfig) else GPTSettings
     settings = {name: value for name, value in model_settings(found).items() if name in kind.__dataclass_fields__}
-    assert kind(**settings, make_vocab_size_divisible_by=1024).model() == type(found)(
+    assert task_of(kind(**settings, make_vocab_size_divisible_by=1024)).model() == type(found)(
         **{**vars(found), "ffn_hidden_size": found.ffn_size}
     )
     for origin in (keys, None):

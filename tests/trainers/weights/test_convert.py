@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import pytest
 import tokenizers
@@ -16,9 +17,10 @@ from tplayers import BERTConfig, GPTConfig
 from trainers.checkpoints import run_state
 from trainers.data.corpus import open_corpus
 from trainers.data.tokenizer import Tokenizer
-from trainers.megatron_flags.parsing import parse
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT
+from trainers.tasks.kinds import task_of
 from trainers.trained import load_trained
 
 STEPS, SEQUENCE, BATCH = 20, 12, 8
@@ -73,12 +75,12 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
     found = {}
     for load in (f"hf:{folder / 'in'}", str(folder / "converted")):
         words = ["--load", load, *map(str, size)]
-        config = parse(GPTTrainConfig, words, "pretrain_gpt")
-        config = GPTTrainConfig(**(config.to_json() | TRAINING | {"save": str(folder / "run")}))
-        config.validate(world.size)
-        config = config.completed(world.size)
+        config = PRETRAIN_GPT.parse(words)
+        config = GPTSettings(**(asdict(config) | TRAINING | {"save": str(folder / "run")}))
+        require_valid(config, world.size)
+        config = task_of(config).completed(world.size)
         corpus = open_corpus(config)
-        trainer = transformer_trainer(config, world, corpus)
+        trainer = task_of(config).new_trainer(world, corpus)
         told = run_state.resume(trainer)
         assert (told is None) == load.startswith("hf:")
         found[load] = [trainer.step().loss for _ in range(STEPS)]
@@ -109,8 +111,8 @@ def test_masters_are_the_files_values(world, theirs, folder):
         model.save_pretrained(folder / "in")
     world.barrier()
     words = ["--load", f"hf:{folder / 'in'}", "--tensor-model-parallel-size", "2", "--bf16"]
-    config = GPTTrainConfig(**(parse(GPTTrainConfig, words, "pretrain_gpt").to_json() | TRAINING))
-    trainer = transformer_trainer(config, world, open_corpus(config))
+    config = GPTSettings(**(asdict(PRETRAIN_GPT.parse(words)) | TRAINING))
+    trainer = task_of(config).new_trainer(world, open_corpus(config))
     with ProcessGrid(world, tensor=2) as grid:
         wanted = dict(load_trained(f"hf:{folder / 'in'}", grid).model.named_parameters())
     masters = {name.removeprefix("master."): one for name, one in trainer.optimizer.tensors() if "master." in name}
@@ -159,25 +161,25 @@ def test_the_model_comes_from_the_folder_and_flags_must_agree(tmp_path, theirs, 
     load = f"hf:{tmp_path}"
 
     def completed(*words):
-        config = parse(GPTTrainConfig, ["--load", load, "--mock-data", *words], "pretrain_gpt")
-        config.validate(1)
-        return config.completed(1)
+        config = PRETRAIN_GPT.parse(["--load", load, "--mock-data", *words])
+        require_valid(config, 1)
+        return task_of(config).completed(1)
 
     config = completed()
     assert (config.num_layers, config.vocab_size, config.seq_length, config.hf_files) == (2, 57, 16, str(tmp_path))
-    assert config.model().qkv_bias and config.model().query_groups == 2 and config.hidden_dropout == 0.0
+    model = task_of(config).model()
+    assert model.qkv_bias and model.query_groups == 2 and config.hidden_dropout == 0.0
     assert completed("--seq-length", "8", "--num-layers", "2", "--hidden-dropout", "0.2").seq_length == 8
     for words in (["--num-layers", "3"], ["--rotary-base", "9"], ["--no-add-qkv-bias"], ["--vocab-size", "60"]):
         with pytest.raises(ValueError if words[0] == "--seq" else Exception, match=words[0].replace("no-", "")):
             completed(*words, "--dry-run")  # a run compares them when it makes its trainer: tests of open_other
     with pytest.raises(Exception, match="--seq-length 32: must not exceed --max-position-embeddings 16"):
         completed("--seq-length", "32")
-    from trainers.tasks.bert import BERTTrainConfig
 
     with pytest.raises(Exception, match="holds a GPT, and a BERT is needed"):
-        parse(BERTTrainConfig, ["--load", load], "pretrain_bert")
+        PRETRAIN_BERT.parse(["--load", load])
     with pytest.raises(OptionError):
-        parse(GPTTrainConfig, ["--load", ""], "pretrain_gpt")
+        PRETRAIN_GPT.parse(["--load", ""])
 
 
 TINY = ["--micro-batch-size", "2", "--train-iters", "2", "--log-interval", "1", "--eval-iters", "0", "--mock-data",

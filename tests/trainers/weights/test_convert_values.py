@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from commengine import ProcessGrid, UsageError
-from trainers.megatron_flags.parsing import parse
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.tasks.commands import PRETRAIN_GPT
 from trainers.trained import load_trained
 
 
@@ -78,6 +77,6 @@ def test_a_gpt2_with_two_dropouts_trains_with_one_that_is_chosen(world, theirs, 
     for load in (f"hf:{folder / 'in'}", str(folder / "run")):
         words = ["--load", load, "--mock-data", "--vocab-size", "57"]
         with pytest.raises(UsageError, match=r"embd_pdrop 0\.2 and resid_pdrop 0\.1 differ, .* with --hidden-dropout"):
-            parse(GPTTrainConfig, words, "pretrain_gpt")
-        assert parse(GPTTrainConfig, [*words, "--hidden-dropout", "0.2"], "pretrain_gpt").hidden_dropout == 0.2
+            PRETRAIN_GPT.parse(words)
+        assert PRETRAIN_GPT.parse([*words, "--hidden-dropout", "0.2"]).hidden_dropout == 0.2
     world.barrier()

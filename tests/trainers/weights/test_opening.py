@@ -1,5 +1,7 @@
 """Opening other people's models: how often, what must agree with the flags, and numbers that are none."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,9 +11,10 @@ from tests.support.weights.hugging_face import from_hugging_face
 from tests.support.weights.megatron_files import contents, write_megatron
 from tplayers import GPTConfig
 from trainers.data.corpus import open_corpus
-from trainers.megatron_flags.parsing import parse
-from trainers.tasks.gpt import GPTTrainConfig
-from trainers.tasks.training import transformer_trainer
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.commands import PRETRAIN_GPT
+from trainers.tasks.kinds import task_of
 from trainers.trained import load_trained
 from trainers.weights import opening
 from trainers.weights.hugging_face_model import HuggingFaceModel
@@ -34,17 +37,17 @@ def test_a_run_opens_the_files_once_for_its_settings_and_once_for_its_weights(wo
         return other
 
     monkeypatch.setattr(HuggingFaceModel, "open", counted)
-    config = parse(GPTTrainConfig, ["--load", f"hf:{folder}", *TINY], "pretrain_gpt")
-    config.validate(world.size)
-    config = config.completed(world.size)
+    config = PRETRAIN_GPT.parse(["--load", f"hf:{folder}", *TINY])
+    require_valid(config, world.size)
+    config = task_of(config).completed(world.size)
     assert len(opened) == 1
-    transformer_trainer(config, world, open_corpus(config)).close()
+    task_of(config).new_trainer(world, open_corpus(config)).close()
     assert len(opened) == len(closed) == 2
-    other = GPTTrainConfig(**config.to_json() | {"num_layers": 3}).completed(world.size)
+    other = task_of(GPTSettings(**asdict(config) | {"num_layers": 3})).completed(world.size)
     with pytest.raises(UsageError, match=r"--num-layers 3: the model of --load hf:.* has 2"):
-        transformer_trainer(other, world, open_corpus(other))
+        task_of(other).new_trainer(world, open_corpus(other))
     with pytest.raises(UsageError, match="--num-layers 3"):
-        GPTTrainConfig(**other.to_json() | {"dry_run": True}).completed(world.size)
+        task_of(GPTSettings(**asdict(other) | {"dry_run": True})).completed(world.size)
     assert len(opened) == len(closed) == 4
     world.barrier()
 
@@ -63,8 +66,8 @@ def test_heads_that_the_files_do_not_say_may_be_the_default(tmp_path, theirs):
     write_megatron(tmp_path, found)
     words = ["--load", f"megatron:{tmp_path}", *TINY, "--vocab-size", "50"]
     with pytest.raises(UsageError, match="--num-attention-heads"):
-        parse(GPTTrainConfig, words, "pretrain_gpt")
-    config = parse(GPTTrainConfig, [*words, "--num-attention-heads", "12"], "pretrain_gpt")
+        PRETRAIN_GPT.parse(words)
+    config = PRETRAIN_GPT.parse([*words, "--num-attention-heads", "12"])
     assert (config.num_layers, config.hidden_size, config.num_attention_heads) == (1, 24, 12)
 
 
@@ -95,9 +98,9 @@ def test_values_that_are_not_finite_are_told_once_and_taken_as_they_are(world, t
     command(world, "--load", folder / "run", "--to", "hf", folder / "out", *size)
     before, after = (load_file(folder / name / "model.safetensors") for name in ("in", "out"))
     assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
-    config = parse(GPTTrainConfig, ["--load", f"hf:{folder / 'in'}", *TINY, "--bf16"], "pretrain_gpt")
+    config = PRETRAIN_GPT.parse(["--load", f"hf:{folder / 'in'}", *TINY, "--bf16"])
     capfd.readouterr()
-    transformer_trainer(config, world, open_corpus(config)).close()
+    task_of(config).new_trainer(world, open_corpus(config)).close()
     assert (said in capfd.readouterr().err) == (world.rank == 0)
     world.barrier()
 

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from commengine import UsageError
-from trainers.data.corpus import Corpus, TextConfig, open_corpus
+from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import IGNORED, MASKS, NoSamplesError, Samples, Text, TextSamples, ZipfSamples, philox
 from trainers.data.wordpiece import WordPieces
+from trainers.settings.commands import BERTSettings
 
 from .map import SHORTEST, sentence_map
 from .masking import Masks, budget, mask_words
@@ -30,7 +31,7 @@ _MOCK_SENTENCE = 16
 
 @dataclass(frozen=True)
 class SampleRules:
-    """How BERT's samples are made. A field has the meaning of `BERTTrainConfig`'s of its name.
+    """How BERT's samples are made. A field has the meaning of `BERTSettings`'s of its name.
 
     pairs: whether a sample has two parts and a label of their order. one_sentence: whether a document of one sentence
     is a sample without that label, or is left out.
@@ -240,7 +241,7 @@ def shortened(part: Tokens, keep: int, pieces: WordPieces, random: np.random.Phi
     return part[first:last] if first < last else part[:keep]
 
 
-def open_masked_corpus(config: TextConfig, pieces: WordPieces, rules: SampleRules) -> Corpus:
+def open_masked_corpus(config: BERTSettings, pieces: WordPieces, rules: SampleRules) -> Corpus:
     """The corpus of ``config``, whose vocabulary is known. Raises ValueError, naming what does not fit.
 
     pieces: of the vocabulary. rules: how samples are made.

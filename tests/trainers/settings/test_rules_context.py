@@ -3,9 +3,11 @@
 import pytest
 
 from commengine import UsageError
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.context import METHODS
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.layout import METHODS
+from trainers.settings.rules import require_valid
+from trainers.tasks.kinds import task_of
 
 BASE = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 48, "vocab_size": 64, "mock_data": True,
@@ -13,28 +15,28 @@ BASE = {
 }  # fmt: skip
 
 
-def checked(ranks, kind=GPTTrainConfig, **settings):
+def checked(ranks, kind=GPTSettings, **settings):
     config = kind(**(BASE | settings))
-    config.validate(ranks)
-    return config.completed(ranks)
+    require_valid(config, ranks)
+    return task_of(config).completed(ranks)
 
 
 def test_a_context_group_is_of_one_replica():
     config = checked(16, context_parallel_size=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert config.replica_size == 8 and config.batch_size(16 // config.replica_size) == 2
-    assert config.context_method == "ulysses"
+    assert derived.replica_size(config) == 8 and derived.batch_size(config, 16 // derived.replica_size(config)) == 2
+    assert derived.context_method(config) == "ulysses"
     checked(2, context_parallel_size=2, cp_comm_type="p2p", attention_dropout_mask="fused", attention_dropout=0.0)
 
 
-@pytest.mark.parametrize("kind", [GPTTrainConfig, BERTTrainConfig])
+@pytest.mark.parametrize("kind", [GPTSettings, BERTSettings])
 @pytest.mark.parametrize("way", METHODS)
 @pytest.mark.parametrize("length", range(44, 60))
 def test_lengths_that_are_taken_are_those_that_can_be_cut(kind, way, length):
     """A rank's part is of whole positions, and of two equal chunks where early and late positions cost differently."""
-    parts = 4 if kind is GPTTrainConfig and way != "a2a" else 2
+    parts = 4 if kind is GPTSettings and way != "a2a" else 2
     settings = {"context_parallel_size": 2, "cp_comm_type": way, "seq_length": length, "kind": kind}
     if length % parts == 0:
-        assert checked(2, **settings).context_method == METHODS[way]
+        assert derived.context_method(checked(2, **settings)) == METHODS[way]
         return
     suggested = length // parts * parts
     with pytest.raises(

@@ -6,7 +6,9 @@ import yaml
 from commengine import UsageError
 from tests.support.mpirun import ROOT
 from tplayers import formulas
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.kinds import task_of
 
 BASE = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 16, "vocab_size": 64, "mock_data": True,
@@ -15,9 +17,9 @@ BASE = {
 
 
 def checked(ranks=1, **settings):
-    config = GPTTrainConfig(**(BASE | settings))
-    config.validate(ranks)
-    return config.completed(ranks)
+    config = GPTSettings(**(BASE | settings))
+    require_valid(config, ranks)
+    return task_of(config).completed(ranks)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,9 @@ def test_a_tensor_size_must_divide_the_widths_that_there_are():
 
 
 def test_the_memory_and_the_flops_are_those_of_all_and_of_some_experts():
-    dense = checked(ffn_hidden_size=256).cost_shape()
-    few = checked(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128).cost_shape()
-    more = checked(num_experts=16, moe_router_topk=2, moe_ffn_hidden_size=128).cost_shape()
+    dense = task_of(checked(ffn_hidden_size=256)).cost_shape()
+    few = task_of(checked(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128)).cost_shape()
+    more = task_of(checked(num_experts=16, moe_router_topk=2, moe_ffn_hidden_size=128)).cost_shape()
     router = 2 * 64 * 8
     assert formulas.active_parameters(few) == formulas.parameters(dense) + router
     assert formulas.parameters(more) - formulas.parameters(few) == 2 * 8 * (2 * 64 * 128) + router
@@ -93,8 +95,8 @@ def test_the_runs_of_the_page_have_the_same_active_parameters_and_steps():
             if word.startswith("--") and word != "--config":
                 value = command[at + 1] if at + 1 < len(command) and not command[at + 1].startswith("--") else True
                 found[word[2:].replace("-", "_")] = yaml.safe_load(value) if isinstance(value, str) else value
-        runs.append(GPTTrainConfig(**found))
-    shapes = [run.cost_shape() for run in runs]
+        runs.append(GPTSettings(**found))
+    shapes = [task_of(run).cost_shape() for run in runs]
     assert runs[0].train_iters == runs[1].train_iters and runs[1].num_experts == 8
     router = shapes[1].layers * shapes[1].hidden * shapes[1].experts
     assert formulas.active_parameters(shapes[1]) - router == formulas.parameters(shapes[0])

@@ -3,7 +3,10 @@
 import pytest
 
 from commengine import UsageError
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.kinds import task_of
 
 BASE = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "mock_data": True,
@@ -12,35 +15,36 @@ BASE = {
 
 
 def checked(ranks, **settings):
-    config = GPTTrainConfig(**(BASE | settings))
-    config.validate(ranks)
-    return config.completed(ranks)
+    config = GPTSettings(**(BASE | settings))
+    require_valid(config, ranks)
+    return task_of(config).completed(ranks)
 
 
 def layers(config):
-    return [[list(chunk) for chunk in part.chunks] for part in config.parts()]
+    return [[list(chunk) for chunk in part.chunks] for part in task_of(config).parts()]
 
 
 def test_the_layers_are_cut_by_their_cost():
     assert layers(checked(4, pipeline_model_parallel_size=4)) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
     large = checked(4, pipeline_model_parallel_size=4, vocab_size=4096)  # its logits cost as much as 2.6 layers
-    assert [len(part.numbers) for part in large.parts()] == [2, 2, 3, 1]
-    assert [part.first for part in large.parts()] == [True, False, False, False]
-    assert [part.last for part in large.parts()] == [False, False, False, True]
+    parts = task_of(large).parts()
+    assert [len(part.numbers) for part in parts] == [2, 2, 3, 1]
+    assert [part.first for part in parts] == [True, False, False, False]
+    assert [part.last for part in parts] == [False, False, False, True]
 
 
 def test_interleaved_stages_have_equal_stretches():
     config = checked(2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, global_batch_size=4)
-    assert config.chunks == 2
+    assert derived.chunks(config) == 2
     assert layers(config) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    (first, _) = config.parts()
+    (first, _) = task_of(config).parts()
     assert [first.chunk_of(name) for name in ("embedding.weight", "layers.1.x", "layers.5.x")] == [0, 0, 1]
 
 
 def test_stages_share_the_ranks_with_tensor_groups_and_replicas():
     config = checked(8, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, micro_batch_size=3)
-    assert config.replica_size == 4
-    assert config.batch_size(8 // config.replica_size) == 6
+    assert derived.replica_size(config) == 4
+    assert derived.batch_size(config, 8 // derived.replica_size(config)) == 6
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from commengine import UsageError
-from trainers.config import bucket_size, traced_interval
-from trainers.finetuning.config import FinetuneConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.finetuning.completing import shape
+from trainers.finetuning.settings import FinetuneSettings
+from trainers.settings import derived
+from trainers.settings.commands import GPTSettings
+from trainers.settings.rules import require_valid
+from trainers.tasks.fitting import require_split
+from trainers.tasks.gpt import GPTTask
 
 
 @pytest.mark.parametrize(
@@ -14,8 +18,8 @@ from trainers.tasks.gpt import GPTTrainConfig
     [("cpu", 2, 4_000_000), ("cpu", 512, 4_000_000), ("cuda", 8, 40_000_000), ("cuda", 64, 64_000_000)],
 )
 def test_buckets_are_larger_on_devices_and_on_many_ranks(device, ranks, size):
-    assert bucket_size(GPTTrainConfig().ddp_bucket_size, torch.device(device), ranks) == size
-    assert bucket_size(5000, torch.device(device), ranks) == 5000
+    assert derived.bucket_size(GPTSettings().ddp_bucket_size, torch.device(device), ranks) == size
+    assert derived.bucket_size(5000, torch.device(device), ranks) == 5000
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,7 @@ def test_buckets_are_larger_on_devices_and_on_many_ranks(device, ranks, size):
 )
 def test_which_checkpoints_are_kept_must_make_sense(settings, said):
     with pytest.raises(UsageError, match=said):
-        GPTTrainConfig(mock_data=True, vocab_size=8, **settings).validate(1)
+        require_valid(GPTSettings(mock_data=True, vocab_size=8, **settings), 1)
 
 
 @pytest.mark.parametrize(
@@ -43,23 +47,24 @@ def test_which_checkpoints_are_kept_must_make_sense(settings, said):
     ],
 )
 def test_a_default_that_nobody_gave_refuses_nothing(settings, last, least):
-    config = GPTTrainConfig(mock_data=True, vocab_size=8, **settings)
-    config.validate(1)
-    assert (config.last_lr, config.least_loss_scale) == (last, least)
+    config = GPTSettings(mock_data=True, vocab_size=8, **settings)
+    require_valid(config, 1)
+    assert (derived.last_lr(config), derived.least_loss_scale(config)) == (last, least)
 
 
 def test_a_rate_that_is_given_must_not_exceed_the_highest():
     with pytest.raises(UsageError, match=r"--min-lr 0\.5: must not exceed --lr 0\.25"):
-        GPTTrainConfig(mock_data=True, vocab_size=8, lr=0.25, min_lr=0.5).validate(1)
+        require_valid(GPTSettings(mock_data=True, vocab_size=8, lr=0.25, min_lr=0.5), 1)
+    least = {"initial_loss_scale": 4.0, "min_loss_scale": 8.0}
     with pytest.raises(UsageError, match=r"--min-loss-scale 8\.0: must not exceed --initial-loss-scale 4\.0"):
-        GPTTrainConfig(mock_data=True, vocab_size=8, fp16=True, initial_loss_scale=4.0, min_loss_scale=8.0).validate(1)
+        require_valid(GPTSettings(mock_data=True, vocab_size=8, fp16=True, **least), 1)
 
 
 @pytest.mark.parametrize(
     "require",
     [
-        lambda **sizes: GPTTrainConfig(**sizes).require_split(2),
-        lambda **sizes: FinetuneConfig(**sizes, norm_placement="pre", gelu="erf").shape(2),
+        lambda **sizes: require_split(GPTTask(GPTSettings(**sizes)).model(), GPTSettings(**sizes), 2),
+        lambda **sizes: shape(FinetuneSettings(**sizes, norm_placement="pre", gelu="erf"), 2),
     ],
     ids=["pretraining", "finetuning"],
 )
@@ -83,5 +88,5 @@ def test_a_model_that_does_not_split_is_told_in_the_words_of_the_options(require
     ],
 )  # fmt: skip
 def test_a_trace_waits_for_a_device_so_few_steps_have_one_there(device, asked, steps, interval):
-    given = GPTTrainConfig(log_communication_interval=asked).log_communication_interval
-    assert traced_interval(given, torch.device(device), steps) == interval
+    given = GPTSettings(log_communication_interval=asked).log_communication_interval
+    assert derived.traced_interval(given, torch.device(device), steps) == interval

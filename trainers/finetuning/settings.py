@@ -1,12 +1,11 @@
-"""The options of `trainers.finetune`, under Megatron-LM's flag names."""
+"""The settings of `trainers.finetune`, under Megatron-LM's flag names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from commengine.options.declared import option
 from commengine.options.ranges import (
@@ -23,13 +22,11 @@ from commengine.options.ranges import (
     Width,
     between,
 )
-from tplayers.mlp import GELUS
-from tplayers.models.config import NORM_PLACEMENTS
-from trainers import presets
-from trainers.config import Rate
-from trainers.tasks.layers import LayerConfig
+from trainers.settings.commands import TrainSettings
+from trainers.settings.model import LayerOptions
+from trainers.settings.steps import Rate
 
-from .formats import LEVELS, VERSIONS, version_in
+from .formats import LEVELS, VERSIONS
 
 #: the values of ``--task``
 TASKS = ("mnli", "qqp", "squad", "race")
@@ -43,20 +40,12 @@ FINITE = ValidRange(math.isfinite, "must be a finite number")
 _Count = Annotated[int, between(1, 10**5)]
 
 
-def _of_preset(_: Any, name: str, value: Any) -> Mapping[str, Any]:
-    """What ``--preset name`` sets. value: the value of another option, by name."""
-    task, version, folder = value("task"), value("squad_version"), value("data")
-    if task == "squad" and version is None:
-        there = version_in(Path(folder)) if folder else []
-        version = there[0] if len(there) == 1 else None
-    return presets.finetuning_settings(name, f"squad-{version}" if task == "squad" else task)
-
-
 @dataclass(frozen=True)
-class FinetuneFlags(LayerConfig):
-    """The options of `trainers.finetune`; `FinetuneConfig` says what they mean together."""
+class FinetuneSettings(LayerOptions, TrainSettings):
+    """The settings of `trainers.finetune`. A run keeps its best checkpoint besides the newest ones."""
 
-    megatron = "finetune"
+    kind: ClassVar[str] = "finetune"
+    keeps_best: ClassVar[bool] = True
 
     task: str | None = option(None, "what the model learns", choices=TASKS, fixed=True)
     data: Text | None = option(
@@ -75,7 +64,6 @@ class FinetuneFlags(LayerConfig):
     preset: str | None = option(
         None, "a model of the paper with its recipe for the task (Table 6); other flags and --config win. list prints "
         "the table",
-        sets=_of_preset,
     )  # fmt: skip
     epochs: Annotated[int, between(1, 10**4)] = option(3, "times that the training data is read, in whole steps")
     train_iters: Natural = option(0, "steps of the run (0: those of --epochs)")
@@ -138,7 +126,7 @@ class FinetuneFlags(LayerConfig):
     make_vocab_size_divisible_by: Vocabulary | None = option(
         None, "the vocabulary is padded to a multiple of this", fixed=True
     )
-    norm_placement: str | None = option(None, "place of the layer norms", choices=NORM_PLACEMENTS, fixed=True)
-    gelu: str | None = option(None, "GELU by the error function or not", choices=tuple(GELUS), fixed=True)
-    # Not fixed: checkpoints of older versions lack it, and `FinetuneConfig.of_model` compares it.
+    norm_placement: str | None = option(None, "place of the layer norms", choices=("pre", "post"), fixed=True)
+    gelu: str | None = option(None, "GELU by the error function or not", choices=("erf", "tanh"), fixed=True)
+    # Not fixed: checkpoints of older versions lack it, and `FinetuneSettings.of_model` compares it.
     norm_epsilon: Positive | None = option(None, "added to the variance in all norms")

@@ -3,8 +3,10 @@
 import pytest
 
 from commengine import UsageError
-from trainers.tasks.bert import BERTTrainConfig
-from trainers.tasks.gpt import GPTTrainConfig
+from trainers.settings import derived
+from trainers.settings.commands import BERTSettings, GPTSettings
+from trainers.settings.rules import require_resumable, require_valid
+from trainers.tasks.kinds import task_of
 
 BASE = {
     "num_layers": 1, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 16, "vocab_size": 61,
@@ -13,16 +15,16 @@ BASE = {
 
 
 def checked(ranks, **settings):
-    config = GPTTrainConfig(**(BASE | settings))
-    config.validate(ranks)
-    return config.completed(ranks)
+    config = GPTSettings(**(BASE | settings))
+    require_valid(config, ranks)
+    return task_of(config).completed(ranks)
 
 
 @pytest.mark.parametrize(("tensor", "shards"), [(1, 4), (2, 4), (4, 4), (8, 8)])
 def test_default_shards(tensor, shards):
     config = checked(8, tensor_model_parallel_size=tensor)
-    assert config.canonical_shards == config.deterministic_shards == shards
-    assert config.order == "tree" and config.samples_at_once == 1 and config.digests
+    assert derived.canonical_shards(config) == config.deterministic_shards == shards
+    assert derived.order(config) == "tree" and derived.samples_at_once(config) == 1 and derived.writes_digests(config)
 
 
 def test_with_context_groups_there_are_as_many_parts_and_enough_shards():
@@ -30,25 +32,25 @@ def test_with_context_groups_there_are_as_many_parts_and_enough_shards():
     assert (config.deterministic_shards, config.deterministic_parts) == (4, 2)
     config = checked(8, context_parallel_size=4, tensor_model_parallel_size=2)
     assert (config.deterministic_shards, config.deterministic_parts) == (8, 4)
-    assert checked(8).deterministic_parts == 1 and checked(8, deterministic_parts=4).canonical_parts == 4
+    assert checked(8).deterministic_parts == 1 and derived.canonical_parts(checked(8, deterministic_parts=4)) == 4
 
 
 def test_a_run_goes_on_with_its_shards_and_its_parts():
     alone = checked(8)
-    alone.require_resumable({"deterministic_shards": 4})  # of before there were parts
-    alone.require_resumable({"deterministic_shards": 4, "deterministic_parts": 1})
-    alone.require_resumable({"deterministic_shards": None, "deterministic_parts": None})
+    require_resumable(alone, {"deterministic_shards": 4})  # of before there were parts
+    require_resumable(alone, {"deterministic_shards": 4, "deterministic_parts": 1})
+    require_resumable(alone, {"deterministic_shards": None, "deterministic_parts": None})
     with pytest.raises(UsageError, match=r"-parts 1: its bits are not .* which has 2; give --deterministic-parts 2"):
-        alone.require_resumable({"deterministic_shards": 4, "deterministic_parts": 2})
+        require_resumable(alone, {"deterministic_shards": 4, "deterministic_parts": 2})
     with pytest.raises(UsageError, match=r"--deterministic-parts 2: .* which has 1; give --deterministic-parts 1"):
-        checked(8, deterministic_parts=2).require_resumable({"deterministic_shards": 4})
+        require_resumable(checked(8, deterministic_parts=2), {"deterministic_shards": 4})
 
 
 def test_without_it_nothing_is_set():
     config = checked(8, deterministic=False, micro_batch_size=2)
-    assert config.canonical_shards is config.deterministic_shards is config.order is None
-    assert config.samples_at_once == 2 and not config.digests
-    assert checked(8, deterministic=False, log_digests=True).digests
+    assert derived.canonical_shards(config) is config.deterministic_shards is derived.order(config) is None
+    assert derived.samples_at_once(config) == 2 and not derived.writes_digests(config)
+    assert derived.writes_digests(checked(8, deterministic=False, log_digests=True))
 
 
 @pytest.mark.parametrize(
@@ -108,14 +110,14 @@ def test_refusals(ranks, settings, words):
 def test_a_run_goes_on_with_its_shards():
     config = checked(8, tensor_model_parallel_size=8)
     with pytest.raises(UsageError, match="which has 4; give --deterministic-shards 4"):
-        config.require_resumable({"deterministic_shards": 4})
-    config.require_resumable({"deterministic_shards": 8})
-    config.require_resumable({"deterministic_shards": None})
-    config.require_resumable({})
-    checked(8, deterministic=False).require_resumable({"deterministic_shards": 4})
+        require_resumable(config, {"deterministic_shards": 4})
+    require_resumable(config, {"deterministic_shards": 8})
+    require_resumable(config, {"deterministic_shards": None})
+    require_resumable(config, {})
+    require_resumable(checked(8, deterministic=False), {"deterministic_shards": 4})
 
 
 def test_bert_has_it_too():
-    config = BERTTrainConfig(**(BASE | {"seq_length": 18, "sequence_parallel": True}))
+    config = BERTSettings(**(BASE | {"seq_length": 18, "sequence_parallel": True}))
     with pytest.raises(UsageError, match="--seq-length 18"):
-        config.validate(4)
+        require_valid(config, 4)
