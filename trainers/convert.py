@@ -148,7 +148,7 @@ def _import(config: ConvertSettings, origin: Sequence[str], grid: ProcessGrid) -
             return {"hf_files": str(small), "tokenizer_model": tokenizer_file(small)}
 
         settings |= on_rank_zero(world, clear) | {CONVERTED_FROM: load}
-        CheckpointWriter(folder, Progress(0, 0), trained.model, None, settings, grid).finish()
+        CheckpointWriter(folder, Progress(0, 0), trained.model, None, settings, grid, kind=trained.kind).finish()
     _say(world, f"written to {folder}: {_parameters(trained)} of {load}; start from it with --load {folder}")
     if not trained.has_tokenizer:
         _say(world, "it has no tokenizer: commands that read or write text need --tokenizer-model FILE")

@@ -53,10 +53,8 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound=JobOptions)
 
-#: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
-#: BERT has besides; those of the heads that `trainers.finetune` puts on a BERT
-_OF_GPT, _OF_SOME_GPTS = {"embedding", "layers", "final_norm"}, {"position_embedding", "output"}
-_OF_BERT, _OF_TASKS = "mlm_head", {"classifier", "span_head"}
+#: the first parts of the names of the parameters of the heads that `trainers.finetune` puts on a BERT
+_OF_TASKS = {"classifier", "span_head"}
 
 #: the dtypes in which a trained model can compute, by their names
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
@@ -302,6 +300,8 @@ def saved_model(
     The arguments are those of `load_trained`. Raises UsageError that names the checkpoints that are there, or the kind
     of model that was found.
     """
+    from .checkpoints import state_file  # pydantic takes as long to import as a small checkpoint to load
+
     found = checkpoint.find(folder) if iteration is None else folder / pointer.name_of(iteration)
     if found is None:
         raise checkpoint.missing(folder)
@@ -309,11 +309,13 @@ def saved_model(
         there = pointer.names(folder) or "none"
         raise UsageError(f"--load {folder}: holds no checkpoint of iteration {iteration}; checkpoints there: {there}")
     state = checkpoint.saved_state(found, verify=verify)
-    tops = {name.partition(".")[0] for name in state.parameters}
-    kind = "bert" if _OF_BERT in tops else "gpt" if tops - _OF_SOME_GPTS == _OF_GPT else None
-    if kind is None:
-        others = ", ".join(sorted(tops - _OF_GPT - _OF_SOME_GPTS)[:3]) or f"without {', '.join(sorted(_OF_GPT - tops))}"
-        what = "a model of trainers.finetune" if tops & _OF_TASKS else "neither a GPT nor a BERT"
+    kind = state_file.kind_of(state)
+    if kind not in TASKS:
+        tops = {name.partition(".")[0] for name in state.parameters}
+        more, less = sorted(tops - state_file.OF_GPT - state_file.OF_SOME_GPTS), sorted(state_file.OF_GPT - tops)
+        others = ", ".join(more[:3]) or f"without {', '.join(less)}"
+        tuned = kind == "finetune" or tops & _OF_TASKS
+        what = "a model of trainers.finetune" if tuned else "neither a GPT nor a BERT"
         raise UsageError(
             f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "
             f"trainers.pretrain_{wanted or 'gpt or trainers.pretrain_bert'}"

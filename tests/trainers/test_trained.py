@@ -68,9 +68,10 @@ def saved(world, trainer, shared, tokenizer):
     return save
 
 
-def renamed(parameters, head):
-    """Parameters of which one belongs to a head of this name."""
-    parameters[f"{head}.weight"] = parameters.popitem()[1]
+def renamed(state, head):
+    """A checkpoint of an older version, which does not say its kind, with a parameter of a head of this name."""
+    del state["kind"]
+    state["parameters"][f"{head}.weight"] = state["parameters"].popitem()[1]
 
 
 LLAMA = {
@@ -166,7 +167,7 @@ def test_what_cannot_be_loaded_is_one_error_on_all_ranks(world, saved, grids, sh
         "large", lambda state: state["settings"].update(hidden_size=2**40), "settings", "--hidden-size 1099511627776"
     )
     for head, what in (("head", "neither a GPT nor a BERT"), ("classifier", "a model of trainers.finetune")):
-        changed(head, lambda state, head=head: renamed(state["parameters"], head), what, head, "trainers.pretrain_gpt")
+        changed(head, lambda state, head=head: renamed(state, head), what, head, "trainers.pretrain_gpt")
     changed("width", lambda state: state["settings"].update(hidden_size=96), "model.safetensors: ", "the model's is")
 
     if world.rank == 0:

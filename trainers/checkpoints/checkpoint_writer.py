@@ -52,7 +52,7 @@ class CheckpointWriter:
     the constructor returns. In both cases the checkpoint has its name only after `finish`, and until then the older
     checkpoints are as they were.
 
-    optimizer: None: one that has done no step.
+    optimizer: None: one that has done no step. kind: of the run, for those who read the checkpoint.
 
     lost: asked on rank 0 before it changes anything in the folder; why the folder is another run's by now, or None.
 
@@ -62,7 +62,7 @@ class CheckpointWriter:
 
     def __init__(
         self, folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer | OptimizerState | None,
-        settings: Mapping[str, Any], grid: ProcessGrid, *, background: bool = False,
+        settings: Mapping[str, Any], grid: ProcessGrid, *, kind: str | None = None, background: bool = False,
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._lost = lost
@@ -70,7 +70,10 @@ class CheckpointWriter:
         self._name = pointer.name_of(progress.iteration)
         self._beside = folder / f"{self._name}.tmp"
         described = {key: _describe(placement) for key, placement in whole_placements(model).items()}
-        self._state = {"format": FORMAT, **asdict(progress), "settings": dict(settings), "parameters": described}
+        of_run = {} if kind is None else {"kind": kind}
+        self._state = {
+            "format": FORMAT, **of_run, **asdict(progress), "settings": dict(settings), "parameters": described,
+        }  # fmt: skip
         values, second = dict(named_values(model)), getattr(model, "second_copy", None)
         dtype = next(iter(values.values())).dtype  # of parameters that other stages have
         weights = {

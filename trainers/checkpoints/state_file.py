@@ -12,6 +12,9 @@ from commengine.files.schema import ReadPart, read_as
 
 #: bytes; the placements of 100,000 parameters are 20 MB
 LARGEST = 1 << 28
+#: the first parts of the names of a GPT's parameters: those that each has, and those that some have; one that every
+#: BERT has besides
+OF_GPT, OF_SOME_GPTS, OF_BERT = {"embedding", "layers", "final_norm"}, {"position_embedding", "output"}, "mlm_head"
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -65,6 +68,7 @@ class SavedState(ReadPart):
     """The content of ``state.json``."""
 
     format: Literal[1, 2, 3, 4]
+    kind: str | None = None
     iteration: _Count
     updates: _Count | None = None
     loss_scaler: SavedScaler | None = None
@@ -81,6 +85,19 @@ class SavedState(ReadPart):
         if batch is not None and not (type(batch) is int and 0 < batch < 2**63):
             raise ValueError("settings.global_batch_size must be a number of samples")
         return self
+
+
+def kind_of(state: SavedState) -> str | None:
+    """The kind of the checkpoint's run: "gpt", "bert" or "finetune". None: of none of them.
+
+    A checkpoint of an older version does not say it; its settings and the names of its parameters do.
+    """
+    if state.kind is not None:
+        return state.kind
+    if {"task", "doc_stride"} <= set(state.settings):
+        return "finetune"
+    tops = {name.partition(".")[0] for name in state.parameters}
+    return "bert" if OF_BERT in tops else "gpt" if tops - OF_SOME_GPTS == OF_GPT else None
 
 
 def read(path: Path) -> SavedState:

@@ -12,6 +12,7 @@ from commengine.options.declared import given, require, words_of
 from tplayers import BERTConfig, TransformerConfig
 from trainers import presets
 from trainers.checkpoints import checkpoint, run_folder
+from trainers.checkpoints.state_file import kind_of
 from trainers.settings import derived
 from trainers.settings.command import Command
 from trainers.settings.rules import Faults, Rule, first, warmup
@@ -82,7 +83,7 @@ def completed(config: FinetuneSettings, ranks: int) -> FinetuneSettings:
         config = of_run(config, source.fine_tuned(best, words, verify=verify), words)
     elif (found := run_folder.checkpoint_to_load(config)) is None and not of_other_program(config.load):
         config = of_model(config, *source.pretrained(config.pretrained_checkpoint, verify=verify))
-    elif found is not None and source.is_fine_tuned(checkpoint.saved_state(found, verify=verify).settings):
+    elif found is not None and kind_of(checkpoint.saved_state(found, verify=verify)) == "finetune":
         words = given(config, "load")
         several = "with --seeds, --load is the folder of all of them (that of --save), and --pretrained-checkpoint"
         require(config.seeds == 1, f"{words}: is one run; {several} the run of pretrain_bert that they start from")

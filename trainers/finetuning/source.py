@@ -15,6 +15,7 @@ from commengine import UsageError
 from commengine.errors import usage_errors
 from commengine.files.schema import fault_in
 from trainers.checkpoints import checkpoint, disk, pointer
+from trainers.checkpoints.state_file import kind_of
 from trainers.run import metrics
 from trainers.settings.commands import BERTSettings
 from trainers.settings.saving import of_other_program
@@ -27,11 +28,6 @@ from .settings import SHAPE, FinetuneSettings
 #: in the folder of several runs: how good each is, and which is the median (`summarize`)
 SEEDS = "seeds.json"
 _PREFIX = "validation_"
-
-
-def is_fine_tuned(saved: Mapping[str, Any]) -> bool:
-    """Whether these are the settings of a run of ``finetune``."""
-    return "task" in saved and "doc_stride" in saved
 
 
 def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], str]:
@@ -58,10 +54,10 @@ def fine_tuned(found: Path, words: str, *, verify: bool) -> Mapping[str, Any]:
 
     words: the option that names the run, and its folder. verify: compare the settings with their checksum.
     """
-    saved = checkpoint.saved_state(found, verify=verify).settings
-    if not is_fine_tuned(saved):
+    state = checkpoint.saved_state(found, verify=verify)
+    if kind_of(state) != "finetune":
         raise UsageError(f"{words}: is no run of finetune, so it has learnt no task; to train it, give --save DIR")
-    settings = read_settings(found, FinetuneSettings, saved)
+    settings = read_settings(found, FinetuneSettings, state.settings)
     # A run may leave the width to its default, and older versions had one epsilon only.
     needed = {"task", "seq_length", *SHAPE} - {"ffn_hidden_size", "norm_epsilon"}
     if lacking := sorted(name for name in needed if not getattr(settings, name)):

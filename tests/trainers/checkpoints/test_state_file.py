@@ -7,7 +7,7 @@ import pytest
 from trainers.checkpoints import state_file
 
 GOOD = {
-    "format": 4, "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
+    "format": 4, "kind": "gpt", "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
     "masters": True,
     "data": {"start": 0, "sources": [
         {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80,
@@ -40,6 +40,23 @@ def test_what_is_written_is_read(tmp_path):
     assert data is not None and data.model_dump() == older | {
         "sources": [less | {"checksums": "", "written": 0}], "vocabulary": None, "order": 1
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters", "kind"),
+    [
+        ({}, ["embedding.weight", "layers.0.x", "final_norm.weight", "output.weight"], "gpt"),
+        ({}, ["embedding.weight", "layers.0.x", "final_norm.weight", "mlm_head.bias"], "bert"),
+        ({"task": "race", "doc_stride": 128}, ["embedding.weight", "classifier.weight"], "finetune"),
+        ({"optimizer": {}, "extra": {}}, ["weight"], None),
+    ],
+)
+def test_the_kind_of_a_run_stands_there_and_is_told_for_older_ones(settings, parameters, kind, tmp_path):
+    older = {name: value for name, value in GOOD.items() if name != "kind"}
+    older |= {"settings": settings, "parameters": dict.fromkeys(parameters, GOOD["parameters"]["w"])}
+    for said, expected in ({}, kind), ({"kind": "finetune"}, "finetune"):
+        (tmp_path / "state.json").write_text(json.dumps(older | said))
+        assert state_file.kind_of(state_file.read(tmp_path / "state.json")) == expected
 
 
 HUGE = 10**400
