@@ -7,8 +7,8 @@ import pytest
 from trainers.checkpoints import state_file
 
 GOOD = {
-    "format": 4, "kind": "gpt", "iteration": 10, "updates": 9, "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
-    "masters": True,
+    "format": 4, "kind": "gpt", "iteration": 10, "updates": 9, "masters": True,
+    "loss_scaler": {"scale": 256.0, "good_steps": 1, "overflows": 0},
     "data": {"start": 0, "sources": [
         {"name": "a", "identity": "b", "samples": 5, "weight": "1/1", "before": 0, "consumed": 80,
          "checksums": "d", "written": 7}],
