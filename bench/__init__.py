@@ -25,6 +25,6 @@ compared one turn, in random order.
 import sys
 
 if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m bench.NAME`, whose imports take seconds
-    from trainers.run.signals import end_on_interrupt
+    from commengine.job_end import end_on_interrupt
 
     end_on_interrupt()

@@ -1,7 +1,6 @@
 """Ending a job: print a last message, then abort every rank of MPI.COMM_WORLD; and which process may do so.
 
-This module imports the standard library alone, and nothing else of this package: `trainers.run.signals` runs its file
-before the imports that take seconds.
+This module imports the standard library alone, because commands use it before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -108,6 +107,22 @@ def handle_signal(number: signal.Signals, handler: Callable[[int, Any], Any]) ->
             signal.raise_signal(number)
 
     return signal.signal(number, here)
+
+
+def end_on_interrupt() -> None:
+    """From now on SIGINT ends this job with one line and status 130 while the command's module is being imported.
+
+    Afterwards it raises KeyboardInterrupt, as usual. An exception during imports may be lost, because libraries catch
+    what comes while they look for others. An ignored SIGINT stays so. The packages with commands call this.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        if hasattr(sys.modules["__main__"], "main"):  # the imports are over
+            signal.default_int_handler(number, frame)
+        say_once_and_abort("interrupted (SIGINT) before the run began", 130)
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        handle_signal(signal.SIGINT, end)
 
 
 def say(text: str) -> None:

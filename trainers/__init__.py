@@ -3,6 +3,6 @@
 import sys
 
 if sys.argv[:1] == ["-m"]:  # Python looks for the module of `python -m trainers.NAME`, whose imports take seconds
-    from .run.signals import end_on_interrupt
+    from commengine.job_end import end_on_interrupt
 
     end_on_interrupt()

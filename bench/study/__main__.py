@@ -48,6 +48,7 @@ from bench.timing.starting import neighbours
 from commengine import Communicator
 from commengine.cost import FittedModel, Link
 from commengine.files.reading import read_json
+from commengine.job_end import say_once_and_abort
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import ABOVE_ZERO, NOT_NEGATIVE, SECONDS
 from commengine.rank_zero import on_rank_zero
@@ -118,7 +119,7 @@ def ended_by_signals() -> Iterator[None]:
 
     def end(number: signal.Signals) -> None:
         status = INTERRUPTED if number == signal.SIGINT else AGAIN
-        signals.say_and_end(f"{number.name}: ended at once; the same command goes on (exit status {status})", status)
+        say_once_and_abort(f"{number.name}: ended at once; the same command goes on (exit status {status})", status)
 
     listener = signals.SignalListener(end)
     ended = False

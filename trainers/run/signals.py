@@ -1,46 +1,26 @@
 """Signals that end a run, heard by a thread, and so also while the main thread waits inside MPI.
 
-This module imports nothing but the standard library, because a command calls `end_on_signals` before the imports that
-take seconds.
+This module and its imports need the standard library alone, because a command calls `end_on_signals` before the
+imports that take seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-#: the names in `commengine.job_end`, from its file: an import would run that package's own imports
-_JOB_END = runpy.run_path(str(Path(__file__).resolve().parents[2] / "commengine" / "job_end.py"))
+from commengine.job_end import handle_signal, say_once_and_abort
 
 
 def parse(name: str) -> signal.Signals:
     """The signal that ``name`` means, such as ``USR1`` or ``SIGUSR1``. Raises KeyError if there is none."""
     return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
-
-
-def end_on_interrupt() -> None:
-    """From now on SIGINT ends this job with one line and status 130 while the command's module is being imported.
-
-    Afterwards it raises KeyboardInterrupt, as usual. An exception during imports may be lost, because libraries catch
-    what comes while they look for others. An ignored SIGINT stays so. The packages with commands call this.
-    """
-
-    def end(number: int, frame: Any) -> None:
-        if hasattr(sys.modules["__main__"], "main"):  # the imports are over
-            signal.default_int_handler(number, frame)
-        say_and_end("interrupted (SIGINT) before the run began", 130)
-
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        _JOB_END["handle_signal"](signal.SIGINT, end)
 
 
 def end_on_signals(arguments: Sequence[str]) -> None:
@@ -61,13 +41,7 @@ def end_on_signals(arguments: Sequence[str]) -> None:
     statuses.pop(signal.SIGINT, None)
     for number, status in statuses.items():
         text = f"{number.name} before the run began: nothing to save (exit status {status})"
-        _JOB_END["handle_signal"](number, lambda *_, text=text, status=status: say_and_end(text, status))
-
-
-def say_and_end(text: str, status: int) -> NoReturn:
-    """Print ``text``, only once for the job if every task does so, and end all ranks with ``status``."""
-    _JOB_END["say_once_and_abort"](text, status)
-    raise AssertionError("the process has ended")
+        handle_signal(number, lambda *_, text=text, status=status: say_once_and_abort(text, status))
 
 
 class SignalListener:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from commengine import Communicator
+from commengine.job_end import say_once_and_abort
 from trainers.settings.commands import TrainSettings
 
 from . import signals
@@ -106,7 +107,7 @@ class StopRequests:
             text = f"interrupted again ({number.name}): ended at once, the last checkpoint is as it was"
         else:
             text = f"{number.name} before the first step: ended at once, nothing to save (exit status {status})"
-        signals.say_and_end(text, status)
+        say_once_and_abort(text, status)
 
 
 def job_end_time(environ: Mapping[str, str]) -> tuple[float | None, str]:

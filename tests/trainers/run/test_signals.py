@@ -54,7 +54,7 @@ IGNORED = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 @pytest.mark.slow
 def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
     """As it is in a background job; other signals are heard."""
-    early = IGNORED + "from trainers.run.signals import end_on_interrupt\nend_on_interrupt()\n"
+    early = IGNORED + "from commengine.job_end import end_on_interrupt\nend_on_interrupt()\n"
     done = run(tmp_path, later(signal.SIGINT, signal.SIGTERM) + "wait()", held=early + HELD)
     assert (done.returncode, done.stdout, done.stderr) == (9, "at once SIGTERM\n", "")
 
@@ -122,12 +122,12 @@ def test_a_signal_before_the_imports_are_done(tmp_path, number, flags, status, l
 
 
 def at_import(tmp_path, code):
-    """The environment of a Python in which ``code`` runs when the package commengine is about to be imported."""
+    """The environment of a Python in which ``code`` runs when commengine.options is about to be imported."""
     (tmp_path / "sitecustomize.py").write_text(f"""
 import os, signal, subprocess, sys, time
 class AtImport:
     def find_spec(self, name, path=None, target=None):
-        if name == "commengine":
+        if name == "commengine.options":
             {code}
 sys.meta_path.insert(0, AtImport())
 """)
