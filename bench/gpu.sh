@@ -193,7 +193,7 @@ live() {
         tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
     stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
         tests/commengine/device/test_gpu.py $also
-    stage gpu_serial 100 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" ${dry:+-k flat} \
+    stage gpu_serial 100 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" ${dry:+-k hash_in_python} \
         tests/trainers/training/test_clipping.py tests/tplayers/test_rng_dropout.py \
         tests/tplayers/context/test_kernels.py
     stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \

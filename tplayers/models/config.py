@@ -153,8 +153,8 @@ class TransformerConfig:
         """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` (128 * 8 in the paper)."""
         return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
-    def cost_shape(self, seq: int, model: str = "gpt", tensor: int = 1) -> TransformerShape:
-        """The shape for `commengine.cost`'s formulas: sequences of ``seq`` tokens, and "gpt" or "bert".
+    def cost_shape(self, seq: int, tensor: int = 1) -> TransformerShape:
+        """The shape for `tplayers.formulas`, of sequences of ``seq`` tokens.
 
         tensor: the ranks of the tensor group, for which heads of zeros are added with ``pad_attention_heads``.
         """
@@ -164,7 +164,7 @@ class TransformerConfig:
             heads, groups = split.padded_groups * split.padded_queries, split.padded_groups
         size = self.kv_channels if heads == self.num_attention_heads else self.head_size
         return TransformerShape(
-            self.num_layers, self.hidden_size, heads, seq, self.padded_vocab_size, model,
+            self.num_layers, self.hidden_size, heads, seq, self.padded_vocab_size, "gpt" if self.causal else "bert",
             kv_heads=groups, head=size, gated=self.swiglu,
             rms_norm=self.normalization == "RMSNorm", rotary=self.position_embedding_type == "rope",
             biases=self.add_bias_linear, qkv_biases=self.qkv_bias, untied=self.untie_embeddings_and_output_weights,

@@ -84,7 +84,7 @@ def require_memory(shape: TransformerConfig, settings: TransformerSettings) -> N
     tensor, element = settings.tensor_model_parallel_size, 2 if settings.bf16 or settings.fp16 else 4
     width = settings.hidden_size
     stages = settings.pipeline_model_parallel_size
-    costs = shape.cost_shape(derived.positions(settings), settings.kind, tensor)
+    costs = shape.cost_shape(derived.positions(settings), tensor)
     weights = formulas.parameters(costs, tensor, expert=derived.expert_ranks(settings)) / stages
     kept = 1 if settings.recompute_granularity == "full" else settings.num_layers // stages
     shares = settings.context_parallel_size * (tensor if settings.sequence_parallel else 1)

@@ -133,7 +133,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
     def cost_shape(self) -> TransformerShape:
         """The shape of the model, for formulas."""
         config = self.config
-        return self.model().cost_shape(config.seq_length, config.kind, config.tensor_model_parallel_size)
+        return self.model().cost_shape(config.seq_length, config.tensor_model_parallel_size)
 
     def open_other(self) -> OtherModel:
         """The model of another program that ``--load`` names. Not collective.

@@ -9,11 +9,23 @@ import faulthandler
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 
-left = float(os.environ.get("BENCH_GPU_LIMIT", "0")) - 8
-if left > 0:
-    faulthandler.dump_traceback_later(left, exit=False)
+limit = float(os.environ.get("BENCH_GPU_LIMIT", "0"))
+until = time.monotonic() + limit - 8
+
+
+def watch() -> None:
+    """Write the stacks 8 seconds before the end of the stage, if that is still to come."""
+    if (left := until - time.monotonic()) > 0:
+        faulthandler.dump_traceback_later(left, exit=False)
+
+
+if limit:
+    # A fork has not the thread that waits, and its interpreter would wait for that thread at its end.
+    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=watch, after_in_child=watch)
+    watch()
 ranks = [os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in os.environ]
 if os.environ.get("BENCH_GPU_OWN_HOSTS") == "1" and ranks:
     os.environ["NCCL_HOSTID"] = f"commengine-rank-{ranks[0]}"

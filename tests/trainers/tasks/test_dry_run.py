@@ -42,7 +42,7 @@ MODEL = FittedModel({name: (Segment(2, 0, 1e-5, 1e-9),) for name in ("all_reduce
 def test_the_forecast_is_the_formulas(other):
     config = GPTSettings(**SIZES | {"tensor_model_parallel_size": 2} | other)
     found = forecast(config, 8, 1e9, HOST, MODEL)
-    shape = task_of(config).model().cost_shape(32, "gpt", 2)
+    shape = task_of(config).model().cost_shape(32, 2)
     batch, recompute = config.global_batch_size or 8, config.recompute_granularity or "none"
     kept = formulas.KeptTensors(
         element_bytes=2 if "bf16" in other or "fp16" in other else 4, recompute=recompute,
@@ -138,7 +138,7 @@ def test_without_a_model_the_collectives_take_no_time_and_the_words_say_so():
 def test_a_bert_has_a_forecast():
     config = BERTSettings(**SIZES | {"tensor_model_parallel_size": 2})
     found = forecast(config, 4, 1e9, HOST, MODEL)
-    shape = task_of(config).model().cost_shape(32, "bert", 2)
+    shape = task_of(config).model().cost_shape(32, 2)
     assert found.flops == formulas.model_flops(shape, 4) / 4
     kept = kept_tensors(config, overlap=False)
     assert found.memory == formulas.training_bytes(shape, 2, 2, 2, kept) and found.communication > 0

@@ -168,7 +168,7 @@ def test_bytes_of_a_ranks_experts_are_the_formulas(mpi_world, sharded, half, sha
             dtype=torch.bfloat16 if half else torch.float32, **wide,
         )  # fmt: skip
         made.step()
-        shape = made.model.config.cost_shape(small_runs.S, "gpt", 1)
+        shape = made.model.config.cost_shape(small_runs.S, 1)
         kept = formulas.KeptTensors(element_bytes=2 if half else 4, zero1=sharded)
         planned = formulas.training_bytes(shape, 2, tensor, world.size // tensor, kept, expert=expert)
         counted = {True: 0.0, False: 0.0}
