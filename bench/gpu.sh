@@ -189,14 +189,15 @@ live() {
     else
         also='' some=''
     fi
-    stage binding 60 env RANKS=0 "$python" tests/run -n0 ${dry:+-k reads_the_version} \
+    # --long: every case on this number of ranks, and no budget of seconds; make test draws some.
+    stage binding 60 env RANKS=0 "$python" tests/run --long -n0 ${dry:+-k reads_the_version} \
         tests/commengine/device/test_nccl_binding.py ${dry:+tests/bench/command/test_machine.py}
-    stage gpu_tests 120 env RANKS=1 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
+    stage gpu_tests 120 env RANKS=1 "$python" tests/run --long -m "${dry:+mpi or }gpu and mpi" ${some:+-k "$some"} \
         tests/commengine/device/test_gpu.py $also
-    stage gpu_serial 100 env RANKS=0 "$python" tests/run -n0 -m "${dry:+not }gpu" ${dry:+-k hash_in_python} \
+    stage gpu_serial 100 env RANKS=0 "$python" tests/run --long -n0 -m "${dry:+not }gpu" ${dry:+-k hash_in_python} \
         tests/trainers/training/test_clipping.py tests/tplayers/test_rng_dropout.py \
         tests/tplayers/context/test_kernels.py
-    stage staged_tests 90 env RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
+    stage staged_tests 90 env RANKS=2 "$python" tests/run --long -m "${dry:+mpi or }gpu and mpi" -k "staged${some:+ or $some}" \
         tests/commengine/device/test_gpu.py $also
     find_two_ranks
     if [ -z "$two_ranks" ]; then
@@ -204,20 +205,20 @@ live() {
         compile_tests
         return
     fi
-    stage gpu_tests_2 120 env $two_ranks RANKS=2 "$python" tests/run -m "${dry:+mpi or }gpu and mpi" \
+    stage gpu_tests_2 120 env $two_ranks RANKS=2 "$python" tests/run --long -m "${dry:+mpi or }gpu and mpi" \
         ${some:+-k "$some"} tests/commengine/device/test_gpu.py $also
-    stage gpu_experts 60 env $two_ranks RANKS="1 2" "$python" tests/run -m "${dry:+mpi or }gpu and mpi" \
+    stage gpu_experts 60 env $two_ranks RANKS="1 2" "$python" tests/run --long -m "${dry:+mpi or }gpu and mpi" \
         ${some:+-k "$some"} tests/tplayers/experts/test_moe_device.py $also
-    [ "$gpus" -lt 4 ] || stage gpu_tests_4 120 env RANKS=4 "$python" tests/run -m "gpu and mpi" \
+    [ "$gpus" -lt 4 ] || stage gpu_tests_4 120 env RANKS=4 "$python" tests/run --long -m "gpu and mpi" \
         tests/commengine/device/test_gpu.py
-    stage gpu_tests_serial 125 env $two_ranks RANKS=0 "$python" tests/run -n0 -m "${dry:+not gpu or }gpu" \
+    stage gpu_tests_serial 125 env $two_ranks RANKS=0 "$python" tests/run --long -n0 -m "${dry:+not gpu or }gpu" \
         ${dry:+-k reads_the_version} tests/commengine/device/test_gpu_timeout.py ${dry:+tests/bench/command/test_machine.py}
     compile_tests
 }
 # Last, because Inductor takes longest; three kinds of model, because 32 compilations take minutes. A run that is killed
 # has named what failed before.
 compile_tests() {
-    stage compile_tests 240 env RANKS="$((1 + ${dry:-0}))" "$python" tests/run -v --tb=short --maxfail=5 \
+    stage compile_tests 240 env RANKS="$((1 + ${dry:-0}))" "$python" tests/run --long -v --tb=short --maxfail=5 \
         -m "mpi and ${dry:+not slow and not }gpu" -k "not post" tests/tplayers/models/test_compile_alone.py
 }
 

@@ -46,8 +46,8 @@ MPICH_LEAST = 1.1
 #: Intel's MPI 2021.18.1, whose launcher sets MPI_LOCALNRANKS, too, takes so much, and so much more for each rank
 INTEL_NEEDS = (2.0, 2.5)
 
-#: has a name while one task of the node has printed that there is too little; the name ends with the process
-_said = socket.socket(socket.AF_UNIX)
+#: a socket that has a name once a task of the node has printed that there is too little; it ends with the process
+_said: list[socket.socket] = []
 
 
 def unlink_own(folder: Path = FOLDER) -> list[Path]:
@@ -101,7 +101,8 @@ def say_if_too_small(folder: Path = FOLDER, environ: Mapping[str, str] = os.envi
         if whole >= needed or (not intel and MPICH_LEAST * int(ranks) <= whole < UCX_FREE):
             return
         # The first task would not do: another one may be killed before that one comes here.
-        _said.bind(f"\0commengine-shm-{os.getppid()}")
+        _said.append(socket.socket(socket.AF_UNIX))
+        _said[-1].bind(f"\0commengine-shm-{os.getppid()}")
         say(
             f"{folder} has {whole:.1f} MB, and {'Intel MPI' if intel else 'MPICH'} needs {needed:.1f} MB there "
             f"for {ranks} ranks of a node: a rank may die as it starts. A container gets more with --shm-size=1g"

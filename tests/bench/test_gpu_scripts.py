@@ -305,7 +305,7 @@ def test_the_stages_of_one_rank_have_their_tests(tmp_path):
         "import sys, pytest, torch\ntorch.cuda.is_available = lambda: True\nsys.exit(pytest.main(sys.argv[1:]))\n"
     )
     files = ["tests/commengine/device/test_gpu.py", "tests/tplayers/models/test_compile_alone.py"]
-    words = ["--with-mpi", "--where-size-matters", "-m", "gpu and mpi", "-q", "-p", "no:cacheprovider"]
+    words = ["--with-mpi", "-m", "gpu and mpi", "-q", "-p", "no:cacheprovider"]
     listed = mpirun.command([sys.executable, str(program), *words, "--collect-only", *files], timeout=100)
     counts = [sum(line.startswith(file) for line in listed.stdout.splitlines()) for file in files]
     assert counts[0] > 400 and counts[1] == 32, listed.stdout[-1500:]

@@ -97,7 +97,7 @@ def test_two_levels(tmp_path):
     path, nbytes = tmp_path / "bytes.json", 1 << 20
     with emulated_hosts(2, 100, 2000) as hosts:
         done = hosts.run(str(mpirun.JOBS / "two_levels.py"), "2", timeout=90, ranks_each=2)
-        assert done.returncode == 0 and done.stdout == "right\n", done
+        assert done.returncode == 0 and done.stdout == "right, neighbours on each node\n", done
         done = hosts.run(str(mpirun.JOBS / "wire_bytes.py"), str(path), str(nbytes), "3", timeout=60, ranks_each=2)
         assert done.returncode == 0, done
     found = json.loads(path.read_text())

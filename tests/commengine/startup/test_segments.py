@@ -169,14 +169,14 @@ def test_what_each_mpi_needs(tmp_path, monkeypatch, capfd, environ, whole, neede
     """The sizes are those of docs/mpis.md, for 4 ranks. It is said once."""
     space = SimpleNamespace(f_frsize=1 << 20, f_blocks=whole)
     monkeypatch.setattr(os, "statvfs", lambda folder: space)
-    with socket.socket(socket.AF_UNIX) as mine:
-        monkeypatch.setattr(segments, "_said", mine)
-        segments.say_if_too_small(tmp_path, environ)
-        assert capfd.readouterr().err == ""
-        segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})
-        said = capfd.readouterr().err
-        assert (f"{tmp_path} has {whole}.0 MB, and {needed}" in said) if needed else said == ""
-        with socket.socket(socket.AF_UNIX) as other:  # of another task of the node
-            monkeypatch.setattr(segments, "_said", other)
-            segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})
-            assert capfd.readouterr().err == ""
+    mine: list[socket.socket] = []
+    monkeypatch.setattr(segments, "_said", mine)
+    segments.say_if_too_small(tmp_path, environ)
+    assert capfd.readouterr().err == ""
+    segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})
+    said = capfd.readouterr().err
+    assert (f"{tmp_path} has {whole}.0 MB, and {needed}" in said) if needed else said == ""
+    segments.say_if_too_small(tmp_path, environ | {"MPI_LOCALNRANKS": "4"})  # on another task of the node
+    assert capfd.readouterr().err == ""
+    for one in mine:
+        one.close()

@@ -10,7 +10,7 @@ from tests.support.autograd.refusals import require_right_or_refused
 from tests.tplayers.conftest import draw
 from tplayers.context.group import CONTEXT_METHODS, ContextGroup
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow]
 
 
 def core(q, k, v, drawn, bias):

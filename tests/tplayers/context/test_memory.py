@@ -20,7 +20,7 @@ LLAMA = {
 S = 1024
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_bytes_kept(group, alone, method):
@@ -50,7 +50,7 @@ def peak():
 
 
 @pytest.mark.long
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])

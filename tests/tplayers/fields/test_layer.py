@@ -244,6 +244,7 @@ def test_a_result_may_be_changed_in_place(grid, kernel, padding):
     close(layer.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_later_a_rank_looks_at_its_own_block_only(grid):
     field = grid.decompose((8, 8 * grid.size))
     layer = tplayers.FieldMaxPool(2, grid, field)

@@ -13,7 +13,7 @@ from trainers.settings.commands import GPTSettings, TrainSettings
 from trainers.tasks.gpt import NextToken
 from trainers.training.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
+pytestmark = [pytest.mark.mpi(min_size=2)]
 
 SHAPE = GPTConfig(1, 32, 4, VOCAB, S, hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=8)
 CONFIG = small_runs.CONFIG

@@ -20,11 +20,16 @@ SETTINGS = {
     },
     "fp16": {"fp16": True, "initial_loss_scale": 256.0},
 }
+#: of SETTINGS, with the ranks that each needs
+CASES = [
+    pytest.param(one, id=name, marks=pytest.mark.mpi(min_size=one.get("tensor_model_parallel_size", 1)))
+    for name, one in SETTINGS.items()
+]
 
 
 @pytest.mark.some(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", CASES)
 def test_a_step_does_not_follow_torchs_defaults(trainer, world, settings):
     """The parameters are made before a program sets its defaults, because layers' parameters follow them."""
     losses = {}

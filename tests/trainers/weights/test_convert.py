@@ -103,7 +103,7 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
     world.barrier()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_masters_are_the_files_values(world, theirs, folder):
     """A run in bfloat16 starts from the fp32 values, not from rounded ones."""
     model = theirs("GPT-2")

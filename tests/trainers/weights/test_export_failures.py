@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_the_old_export(world, theirs, folder, command, mount
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_a_run_with_a_disk_that_is_full_for_its_export_goes_on_there(world, folder, mountable, monkeypatch):
     disk, run = folder / "disk", folder / "disk" / "run"
     words = [*TINY, "--train-iters", "4", "--save-interval", "2", "--save-hf", "--tensor-model-parallel-size", "2"]
