@@ -47,7 +47,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("example", SMALL)
 def test_an_example_runs_and_draws_its_picture(mpi_world, example, shared_path, monkeypatch, capsys):
     module = load(example)

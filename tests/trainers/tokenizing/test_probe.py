@@ -95,8 +95,7 @@ def send():
     if sys.argv[1] == "group":
         os.killpg(0, signal.SIGTERM)
     else:
-        main = threading.main_thread().native_id
-        children = pathlib.Path(f"/proc/self/task/{main}/children").read_text().split()
+        children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGTERM)
 threading.Timer(0.4, send).start()
 probe.require_usable(pathlib.Path(sys.argv[2]))
