@@ -87,15 +87,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: a case that is drawn must be one that they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("chosen"):
-        size = 1
-        if config.getoption("--with-mpi"):
-            from mpi4py import MPI
+    size = 1
+    if config.getoption("--with-mpi"):
+        from mpi4py import MPI
 
-            size = MPI.COMM_WORLD.size
-        chosen = dict.fromkeys(sizes.chosen(items, size, quick=config.getoption("chosen") == "quick"))
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        size = MPI.COMM_WORLD.size
+    selection = config.getoption("chosen")
+    left = sizes.chosen(items, size, quick=selection == "quick") if selection else sizes.possible(items, size)
+    chosen = dict.fromkeys(left)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

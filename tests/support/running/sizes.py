@@ -57,6 +57,15 @@ def chosen(items: Iterable[pytest.Item], size: int, *, quick: bool = False) -> l
     return [item for item in items if item in there]
 
 
+def possible(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
+    """The tests without those that are marked ``sizes(..., only=True)`` with other numbers than ``size``.
+
+    They are written for these numbers of ranks, so ``make test-long``, which has no other rule, leaves them out, too.
+    """
+    marks = ((item, item.get_closest_marker("sizes")) for item in items)
+    return [item for item, mark in marks if mark is None or not mark.kwargs.get("only") or size in mark.args]
+
+
 def function(item: pytest.Item) -> str:
     """The name of the function of a test, without that of the case."""
     return item.nodeid.partition("[")[0]

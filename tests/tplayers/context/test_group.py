@@ -78,7 +78,7 @@ def one_core(causal: bool, p: float, s: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", [
-    pytest.param(method, marks=pytest.mark.sizes(2, 4) if method != "ulysses" else pytest.mark.sizes(2))
+    pytest.param(method, marks=pytest.mark.sizes(2, 4) if method != "ulysses" else pytest.mark.sizes(2, only=True))
     for method in CONTEXT_METHODS
 ])  # fmt: skip
 @pytest.mark.parametrize("cases", [CASES // 2, pytest.param(CASES, marks=pytest.mark.long)])
@@ -207,7 +207,8 @@ def test_layer_within_a_grid(world, alone, close, method, causal, sequence_paral
     grid.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_fused_dropout(world):
     """The ranks draw masks of their own for their heads; a method that never sees a whole row refuses."""
     for method in CONTEXT_METHODS:
@@ -225,7 +226,8 @@ def test_fused_dropout(world):
             assert layer.rank == world.rank
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_refusals(world, alone):
     with pytest.raises(ValueError, match=r"context_method='rings' .*ulysses"):
         ContextGroup(world, "rings")
@@ -241,7 +243,8 @@ def test_refusals(world, alone):
         layer.eval()(torch.zeros(2, 1, 9), cache=cache.layers[0])
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_blocks_have_one_derivative_alone(world):
     for method in ("ring", "gather"):
         context = ContextGroup(world, method)
@@ -278,7 +281,8 @@ def test_under_autocast(world, alone, method, dropout):
         torch.testing.assert_close(one.float(), context.take(other, 0).float(), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_a_graph_refuses(world, alone):
     layer = SelfAttention(8, 2, alone.comm, context=ContextGroup(world))
     tplayers.initialize(layer, 5)

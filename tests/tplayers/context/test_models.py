@@ -58,7 +58,8 @@ def test_losses_and_gradients(grids, alone, close, method, kind, options):
             close(found[name], placement.part(expected[name]))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_logits_are_of_the_own_positions(grids, alone, close, method, kind):
@@ -77,7 +78,8 @@ def test_logits_are_of_the_own_positions(grids, alone, close, method, kind):
         close(found[0], context.take(expected[0], 1))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_a_sequence_that_does_not_fit(grids, alone):
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     for method, multiple in (("ulysses", 2), ("ring", 4)):

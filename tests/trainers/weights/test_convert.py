@@ -103,7 +103,8 @@ def test_training_from_a_model_equals_transformers_and_plain_torch(world, theirs
     world.barrier()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi
+@pytest.mark.sizes(2, only=True)
 def test_masters_are_the_files_values(world, theirs, folder):
     """A run in bfloat16 starts from the fp32 values, not from rounded ones."""
     model = theirs("GPT-2")
