@@ -87,6 +87,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: a case that is drawn must be one that they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("collected") is not None:  # each fork chooses, and starts MPI
+        return
     size = 1
     if config.getoption("--with-mpi"):
         from mpi4py import MPI

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 #: pytest's options that differ between the runs of tests/run
-DIFFERENT = ("markexpr", "with_mpi", "chosen")
+DIFFERENT = ("markexpr", "with_mpi", "chosen", "collected")
 
 
 class Collected:
@@ -45,7 +45,7 @@ class Collected:
         request = server.Server(socket.socket(fileno=self._listener), own).serve()
         if request is None:
             os._exit(0)
-        server.become(request, has_open_files=True)  # commengine.startup.segments has a socket
+        server.become(request, has_open_files=True)  # what tests opened as they were imported
         for name, value in environment.items():  # what tests have set while they were imported
             os.environ.setdefault(name, value)
         faulthandler.enable(sys.__stderr__)
