@@ -35,7 +35,6 @@ from bench.command.files import add_files
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.start import run_alone, user_errors
-from bench.command.values import flag
 from bench.prediction import own_machine, paper, paper_2021, plan
 from bench.prediction.layout import Layout
 from bench.prediction.model_cost import slowdown
@@ -52,6 +51,7 @@ from bench.prediction.options import (
     shape_of,
 )
 from bench.prediction.step_report import calibration, describe, numbers_of
+from commengine.options.declared import flag_of
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import between
 from tplayers.formulas import TransformerShape, parameters
@@ -121,11 +121,11 @@ def check(arguments: Any) -> None:
     """Raise ValueError for options that exclude each other and for numbers without a meaning."""
     for option, needed in (("overhead", "measure"), ("ablation", "paper"), ("reserve_gb", "plan")):
         if getattr(arguments, option) not in (None, False) and not getattr(arguments, needed):
-            raise ValueError(f"{flag(option)} goes with {flag(needed)}")
+            raise ValueError(f"{flag_of(option)} goes with {flag_of(needed)}")
     pairs = (("paper", "plan"), ("preset", "model"), ("measure", "paper"), ("measure", "plan"), ("measure", "json"))
     for one, other in pairs:
         if getattr(arguments, one) and getattr(arguments, other):
-            raise ValueError(f"{flag(one)} or {flag(other)}, not both")
+            raise ValueError(f"{flag_of(one)} or {flag_of(other)}, not both")
     if arguments.ablation and arguments.paper != "2019":
         raise ValueError("--ablation: is of --paper 2019")
     plain = dict.fromkeys(("preset", "model", *SHAPE, "gpus", *LAYOUT, *PIPELINE)) | {
@@ -133,7 +133,7 @@ def check(arguments: Any) -> None:
     }
     for name, default in plain.items():
         if getattr(arguments, name) != default and arguments.paper and name != "overlap_grad_reduce":
-            raise ValueError(f"--paper takes no {flag(name)}: the models and layouts are the paper's")
+            raise ValueError(f"--paper takes no {flag_of(name)}: the models and layouts are the paper's")
 
 
 def paper_lines(cluster: Cluster, found: list[paper.Figure], with_ablation: bool) -> Iterator[str]:

@@ -14,6 +14,7 @@ from .communicator import Communicator
 from .errors import CollectiveError, CollectiveTimeout
 from .mpi import OwnsCommunicators, load_mpi, reduced
 from .operations.checks import is_c_int
+from .options.ranges import divisors
 
 #: the axes of a grid. The rank's number grows fastest along the first one
 AXES = ("tensor", "context", "data", "pipeline")
@@ -76,11 +77,6 @@ class GridLayout:
         """The ranks of ``rank``'s expert group, in order: adjacent ones of its data group."""
         first = self.place(rank)["data"] // self.expert * self.expert
         return self.group(rank, "data")[first : first + self.expert]
-
-
-def divisors(number: int) -> list[int]:
-    """Return the positive divisors of ``number`` in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 class ProcessGrid(OwnsCommunicators):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from commengine import UsageError
 from commengine.errors import one_line, usage_errors
 from commengine.files.writing import require_folder
-from commengine.options.declared import option, parse, require, require_ranges
+from commengine.options.declared import flag_of, option, parse, require, require_ranges
 from commengine.options.ranges import ValidRange, between
 
 from .data import stdlib_text, text_files
@@ -85,7 +85,7 @@ class PreprocessSettings(TextInput):
         """Raise UsageError, naming the option, for everything that can be refused before any work is done."""
         if self.write_checksums is not None:
             given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-            others = [f"--{name.replace('_', '-')}" for name in given if name not in ("write_checksums", "overwrite")]
+            others = [flag_of(name) for name in given if name not in ("write_checksums", "overwrite")]
             require(not others, f"--write-checksums: reads a data set that is there; leave out {', '.join(others)}")
             path = checksums_path(self.write_checksums)
             require(self.overwrite or not path.exists(), f"--write-checksums: {path} exists; --overwrite replaces it")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.command.values import flag
 from commengine.files.writing import check_picture, check_writable
+from commengine.options.declared import flag_of
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import ValidRange
 
@@ -30,7 +30,7 @@ def add_files(
     The parser raises ValueError for a file that cannot be written, and for one that another option names.
     """
     for name, text in {"output": output, "json": json, **others}.items():
-        parser.add_argument(flag(name), metavar="FILE", help=text, valid=writable(name), file="written")
+        parser.add_argument(flag_of(name), metavar="FILE", help=text, valid=writable(name), file="written")
 
 
 def writable(name: str) -> ValidRange:

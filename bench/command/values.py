@@ -24,8 +24,3 @@ def size_of(option: str, text: str) -> int:
         return parse_bytes(str(text))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def flag(name: str) -> str:
-    """The option of an attribute: ``--min-bytes`` for min_bytes."""
-    return f"--{name.replace('_', '-')}"

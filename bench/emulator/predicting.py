@@ -13,11 +13,11 @@ import yaml
 from bench.clusters.device_rates import DeviceRates
 from bench.collective_study.comparable import comparable
 from bench.collective_study.results import FORMAT
-from bench.command.values import flag
 from bench.emulator.layouts import MODEL, LayoutRun
 from bench.prediction.group_cost import place_of
 from commengine import UsageError
 from commengine.cost import bus_factor
+from commengine.options.declared import flag_of
 from trainers.settings.commands import GPTSettings
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
@@ -76,7 +76,7 @@ def arguments(cluster: Path, run: LayoutRun) -> list[str]:
     """The command line of a prediction."""
     options = ["--cluster", str(cluster), "--gpus", str(run.ranks)]
     for key, value in (MODEL | run.options).items():
-        name = flag(_option(key))
+        name = flag_of(_option(key))
         options += [name] if value is True else [name, str(value)]
     return options
 

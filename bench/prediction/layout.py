@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commengine.grid import divisors
+from commengine.options.ranges import divisors
 from tplayers.formulas import TransformerShape
 from trainers.presets import MIXTURES, PRESETS
 from trainers.settings.commands import GPTSettings

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from bench.command.values import flag
 from bench.prediction.layout import MODELS, Layout
-from commengine.grid import divisors
-from commengine.options.declared import add_some, as_flags
+from commengine.options.declared import add_some, as_flags, flag_of
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH
+from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, divisors
 from tplayers.formulas import TransformerShape
 from trainers import presets
 from trainers.settings.commands import GPTSettings
@@ -62,7 +60,7 @@ def add_options(options: OneLineParser) -> None:
         f"options below replace its own. {presets.LIST} prints all of them, with the memory they need")  # fmt: skip
     add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
     for name, limits in SHAPE.items():
-        add(flag(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
+        add(flag_of(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
     add(
         "--gpus",
         type=int,
@@ -92,7 +90,7 @@ def shape_of(arguments: Any) -> TransformerShape:
         model = known.model
         defaults = (known.layers, known.hidden, known.heads, known.seq, known.vocab)
         given = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
-    missing = [flag(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
+    missing = [flag_of(name) for name, size in zip(SHAPE, given, strict=True) if size is None]
     if missing:
         raise ValueError(f"give --preset or --model, or also {', '.join(missing)}")
     layers, hidden, heads, seq, vocab = given
@@ -104,9 +102,9 @@ def shape_of(arguments: Any) -> TransformerShape:
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "seq": seq, "vocab": vocab}
         return TransformerShape(**sizes) if known is None else replace(known, **sizes)
     if model != "gpt":
-        raise ValueError(f"{flag(changed[0])}: is a GPT's, and the model is a BERT")
+        raise ValueError(f"{flag_of(changed[0])}: is a GPT's, and the model is a BERT")
     if known is not None and known.experts:
-        raise ValueError(f"{flag(changed[0])}: --model {arguments.model} has its own")
+        raise ValueError(f"{flag_of(changed[0])}: --model {arguments.model} has its own")
     config = GPTSettings(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq, vocab_size=vocab,
         make_vocab_size_divisible_by=1, **family,

@@ -14,7 +14,7 @@ from bench.prediction.memory import kept_tensors
 from bench.prediction.model_cost import predict
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.step_report import tflops
-from commengine.grid import divisors
+from commengine.options.ranges import divisors
 from tplayers.formulas import TransformerShape
 
 # The fields of Layout that the search varies and a caller may fix, with their options.

@@ -127,7 +127,7 @@ def as_flags(message: str, kind: type[DataclassInstance]) -> str:
     names = {item.name for item in fields(kind)}
 
     def flag(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')} {found[2]}" if found[1] in names else found[0]
+        return f"{flag_of(found[1])} {found[2]}" if found[1] in names else found[0]
 
     return re.sub(r"\b([a-z]\w*)=([\w.]+)", flag, message)
 

@@ -20,6 +20,8 @@ from .ranges import OptionError, ValidRange, require_range
 _LONGEST_NAME = 255
 #: what a command does with the file of an option (`OneLineParser.add_argument`)
 FILES = ("written", "read")
+#: the words of a file that turn an option on
+TRUE = ("true", "yes", "on", "1")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -174,7 +176,7 @@ def _switch(action: argparse.Action, flag: str, key: str, value: str) -> list[st
     """The words that turn an option without a value on or off. value: of ``key`` in a file."""
     if isinstance(action, BooleanOptionalAction) and flag.startswith("--no-"):
         raise OptionError(f"{key}: in a file, write {action.option_strings[0].lstrip('-')}: true or false")
-    if value.lower() in ("true", "yes", "on", "1"):
+    if value.lower() in TRUE:
         return [flag]
     if value.lower() not in ("false", "no", "off", "0"):
         raise OptionError(f"--config: {key}: {value[:100]!r}: must be true or false")

@@ -76,3 +76,8 @@ def require_range(name: str, value: Any, ranges: Sequence[ValidRange]) -> None:
             raise OptionError(f"{name}: {valid.text}")
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise OptionError(f"{name}: must be below 2**63")
+
+
+def divisors(number: int) -> list[int]:
+    """The positive divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]

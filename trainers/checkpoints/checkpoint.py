@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.files import checksums
+from commengine.options.declared import flag_of
 from commengine.rank_zero import on_every_rank
 from tplayers import Placement, placements, whole_placements
 from trainers.data.stream import MOCK, record_of_one
@@ -203,9 +204,9 @@ def _require_same(
     if default is not None:
         one, other = one or ours.get(default), other or saved.get(default)
     if one != other:
-        flag = f"--{name.replace('_', '-')}" + ("" if one is None else f" {one}")
+        flag = flag_of(name) + ("" if one is None else f" {one}")
         if default is not None:
-            flag += f" (default --{default.replace('_', '-')})"
+            flag += f" (default {flag_of(default)})"
         said, was = ("not given: " if one is None else "", "without it" if other is None else f"with {other}")
         raise UsageError(f"{flag}: {said}the checkpoint {found} was saved {was}")
 

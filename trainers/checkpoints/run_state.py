@@ -45,7 +45,7 @@ class CheckpointSaver:
         later = config.async_save if background is None else background
         self._writer = CheckpointWriter(
             Path(config.save), progress, trainer.model, optimizer, asdict(_settings(trainer)), trainer.grid,
-            kind=getattr(config, "kind", None), background=later, lost=self._lost,
+            kind=config.kind, background=later, lost=self._lost,
         )  # fmt: skip
         if not later:
             self.finish()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine import UsageError
-from commengine.options.declared import given, require, words_of
+from commengine.options.declared import flag_of, given, require, words_of
 from tplayers import BERTConfig, TransformerConfig
 from trainers import presets
 from trainers.checkpoints import checkpoint, run_folder
@@ -56,7 +56,7 @@ def _faults(s: FinetuneSettings, _: int) -> Faults:
     if runs:
         yield len(runs) < 2, f"{given(s, 'ensemble')}: needs at least two runs"
         for name in ("load", "save", "pretrained_checkpoint"):
-            yield getattr(s, name) is not None, f"--ensemble: excludes --{name.replace('_', '-')}; leave it out"
+            yield getattr(s, name) is not None, f"--ensemble: excludes {flag_of(name)}; leave it out"
         yield s.predict is not None and s.output is None, "--ensemble: needs --output DIR for its predictions"
     elif s.load is None and s.pretrained_checkpoint is None:
         yield True, "--load: needed: a run of pretrain_bert to start from, or a run of finetune to go on with"
@@ -188,7 +188,7 @@ def scheduled(config: FinetuneSettings, samples: int, replicas: int) -> Finetune
 
     Raises UsageError if the warm-up does not end before the decay does.
     """
-    batch = config.global_batch_size or config.micro_batch_size * replicas
+    batch = derived.batch_size(config, replicas)
     epoch = -(-samples // batch)
     steps = config.train_iters or config.epochs * epoch
     interval = config.eval_interval or min(epoch, steps)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from commengine import Communicator, ProcessGrid, UsageError
-from commengine.options.declared import given, make_writable
+from commengine.options.declared import flag_of, given, make_writable
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from trainers.checkpoints import checkpoint, disk, pointer
 from trainers.finetuning.completing import members, of_model, shape
@@ -119,9 +119,7 @@ def _member(config: FinetuneSettings, saved: Mapping[str, Any], run: str) -> Fin
     """The settings with the model of ``run``. Raises UsageError unless its samples are those of ``config``."""
     for name in _OF_SAMPLES:
         if getattr(config, name) != saved.get(name):
-            raise UsageError(
-                f"{run}: has --{name.replace('_', '-')} {saved.get(name)}, another one {given(config, name)}"
-            )
+            raise UsageError(f"{run}: has {flag_of(name)} {saved.get(name)}, another one {given(config, name)}")
     tokenizer = config.tokenizer_model
     if members(config) and Path(str(saved.get("tokenizer_model"))).is_file():
         tokenizer = saved["tokenizer_model"]  # its own, which is then compared with that of the first run

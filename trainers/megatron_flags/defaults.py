@@ -6,6 +6,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+from commengine.options.declared import flag_of
+
 Value = Callable[[str], Any]
 
 
@@ -22,7 +24,7 @@ class Difference:
     @property
     def flag(self) -> str:
         """The flag of the field."""
-        return f"--{self.name.replace('_', '-')}"
+        return flag_of(self.name)
 
 
 _PRETRAIN, _GPT, _BERT = ("gpt", "bert"), ("gpt",), ("bert",)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from commengine.options.declared import parser_of, values_of
+from commengine.options.parser import TRUE
 
 from .defaults import remark
 
@@ -53,7 +54,7 @@ class MegatronFlags:
             return None
         if known[1].words:
             return [flag, *parts]
-        return [flag] if parts[0].lower() in ("true", "yes", "on", "1") else []
+        return [flag] if parts[0].lower() in TRUE else []
 
 
 def parse(

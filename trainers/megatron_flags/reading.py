@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commengine import UsageError
+from commengine.options.declared import flag_of
 
 from .answers import Flag, Verdict
 from .table import answers
@@ -92,7 +93,7 @@ def settle(
             continue
         sets = one.answer.effect(one.flag, one.words, lambda name: made[name] if name in made else value(name))
         for name, new in sets.items():
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             if name in given and given[name] != new:
                 raise UsageError(f"{one.given}: is {flag} {new}, and {flag} says {given[name]}")
             if made.setdefault(name, new) != new:
@@ -117,7 +118,7 @@ def remarks(found: Sequence[Found], made: Mapping[str, Any], value: Callable[[st
         elif not (sets := one.answer.effect(one.flag, one.words, value)):
             idle.setdefault(one.answer.idle, []).append(one.given)
         else:
-            made_here = ", ".join(f"--{name.replace('_', '-')} {made[name]}" for name in sets)
+            made_here = ", ".join(f"{flag_of(name)} {made[name]}" for name in sets)
             yield f"{one.given}: is {made_here} here{one.answer.how and f', {one.answer.how}'}"
     for why, flags in idle.items():
         yield f"no effect here: {', '.join(flags)} ({why})"

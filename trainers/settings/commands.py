@@ -20,7 +20,9 @@ class TrainSettings(
     CheckOptions, SavingOptions, ReductionOptions, PrecisionOptions, OptimizerOptions, StepOptions, ComputationOptions,
     JobOptions,
 ):  # fmt: skip
-    """What every training command has."""
+    """What every training command has. kind: of its runs, which their checkpoints say."""
+
+    kind: ClassVar[str | None] = None
 
 
 @dataclass(frozen=True)

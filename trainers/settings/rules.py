@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from commengine.options.declared import flag_of, given, require, require_ranges
+from commengine.options.ranges import divisors
 
 from . import derived
 
@@ -55,11 +56,6 @@ def first(faults: Callable[[Any, int], Faults]) -> Callable[[Any, int], tuple[ob
     return lambda settings, ranks: next((one for one in faults(settings, ranks) if one[0]), (False, ""))
 
 
-def divisors(number: int) -> list[int]:
-    """The positive divisors of ``number``, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _axes(s: Any, ranks: int) -> Faults:
     axes = {
         given(s, "tensor_model_parallel_size"): s.tensor_model_parallel_size,
@@ -85,7 +81,7 @@ def _steps(s: Any, ranks: int) -> Faults:
     yield warmup(s, derived.warmup_steps(s), given(s, "lr_warmup_iters"))
     replicas = ranks // derived.replica_size(s)
     step = s.micro_batch_size * replicas
-    batch = s.global_batch_size or step
+    batch = derived.batch_size(s, replicas)
     yield (
         batch % step,
         f"{given(s, 'global_batch_size')}: must be a multiple of {given(s, 'micro_batch_size')} times the "

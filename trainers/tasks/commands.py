@@ -6,18 +6,16 @@ from functools import partial
 from typing import Any
 
 from trainers.settings.command import Command
-from trainers.settings.commands import BERTSettings, GPTSettings
 
-from .bert import BERTTask
-from .gpt import GPTTask
+from .kinds import TASKS, task_of
 from .other_models import implied
 
-PRETRAIN_GPT = Command(
-    "pretrain_gpt", GPTSettings, megatron="gpt", implied=partial(implied, GPTSettings),
-    complete=lambda config, ranks: GPTTask(config).completed(ranks),
-)  # fmt: skip
-PRETRAIN_BERT = Command(
-    "pretrain_bert", BERTSettings, megatron="bert", implied=partial(implied, BERTSettings),
-    complete=lambda config, ranks: BERTTask(config).completed(ranks),
-)  # fmt: skip
-PRETRAIN: dict[str, Command[Any]] = {"gpt": PRETRAIN_GPT, "bert": PRETRAIN_BERT}
+#: by the kind of model
+PRETRAIN: dict[str, Command[Any]] = {
+    kind: Command(
+        f"pretrain_{kind}", task.settings, megatron=kind, implied=partial(implied, task.settings),
+        complete=lambda config, ranks: task_of(config).completed(ranks),
+    )
+    for kind, task in TASKS.items()
+}  # fmt: skip
+PRETRAIN_GPT, PRETRAIN_BERT = PRETRAIN["gpt"], PRETRAIN["bert"]

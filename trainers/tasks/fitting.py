@@ -10,10 +10,10 @@ import torch
 
 from commengine import UsageError
 from commengine.options.declared import as_flags, flag_of, given, require
+from commengine.options.ranges import divisors
 from tplayers import TransformerConfig, formulas
 from trainers.settings import derived
 from trainers.settings.commands import TrainSettings, TransformerSettings
-from trainers.settings.rules import divisors
 from trainers.weights.other_model import OtherModel
 
 
@@ -123,4 +123,4 @@ def require_same(config: TransformerSettings, ffn_size: int, other: OtherModel, 
             if name == "ffn_hidden_size":
                 mine = ffn_size
             if mine != theirs:
-                raise UsageError(f"--{name.replace('_', '-')} {mine}: the model of --load {load} has {theirs}")
+                raise UsageError(f"{flag_of(name)} {mine}: the model of --load {load} has {theirs}")

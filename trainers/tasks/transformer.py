@@ -114,7 +114,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         if config.context_parallel_size == 1:
             return {"context": None}
         method: Any = derived.context_method(config)
-        threaded = bool(config.overlap_p2p_communication)
+        threaded = derived.threaded_messages(config)
         return {"context": ContextGroup(grid.context, method, causal=config.causal, threaded=threaded)}
 
     def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.command.values import flag
 from bench.timing.turns import Spread, ratio
+from commengine.options.declared import flag_of
 from commengine.options.ranges import ValidRange
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def add_fields(add: Callable[..., Any], kind: type[DataclassInstance], **valid: 
     for item in fields(kind):
         if item.name in valid:
             settings = {"type": type(item.default), "default": item.default, "valid": valid[item.name]}
-            add(flag(item.name), **settings, help="(default: %(default)s)")
+            add(flag_of(item.name), **settings, help="(default: %(default)s)")
 
 
 def task_of(kind: Callable[..., T], given: Any, **more: Any) -> T:

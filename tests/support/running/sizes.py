@@ -2,7 +2,7 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -37,14 +37,13 @@ def chosen(items: Iterable[pytest.Item], size: int, *, quick: bool = False) -> l
                 f"{item.nodeid} needs {least} ranks, and tests/run has no run of more than {max(SIZES)}"
             )
         usual = min(number for number in SIZES if number >= max(USUAL, least))
-        of_the_case = item.callspec.marks if hasattr(item, "callspec") else ()
-        marks = [mark for mark in (*of_the_case, *item.iter_markers()) if mark.name in ("every_size", "sizes")]
-        sizes = (marks[0].args or SIZES) if marks else (usual,)
+        mark = size_mark(item)
+        sizes = (mark.args or SIZES) if mark else (usual,)
         if size < least or size not in sizes:
             continue
         if size == usual:
             some[function(item)].append(item)
-        elif marks[0] in of_the_case:
+        elif mark in of_the_case(item):
             found.append(item)
         else:
             drawn[function(item)].append(item)
@@ -62,8 +61,19 @@ def possible(items: Iterable[pytest.Item], size: int) -> list[pytest.Item]:
 
     They are written for these numbers of ranks, so ``make test-long``, which has no other rule, leaves them out, too.
     """
-    marks = ((item, item.get_closest_marker("sizes")) for item in items)
+    marks = ((item, size_mark(item)) for item in items)
     return [item for item, mark in marks if mark is None or not mark.kwargs.get("only") or size in mark.args]
+
+
+def of_the_case(item: pytest.Item) -> Collection[pytest.Mark]:
+    """The marks of a case of a function, and not of the function."""
+    return item.callspec.marks if hasattr(item, "callspec") else ()
+
+
+def size_mark(item: pytest.Item) -> pytest.Mark | None:
+    """The mark that says on which numbers of ranks a test runs. That of the case counts before its function's."""
+    marks = (*of_the_case(item), *item.iter_markers())
+    return next((mark for mark in marks if mark.name in ("every_size", "sizes")), None)
 
 
 def function(item: pytest.Item) -> str:
