@@ -45,11 +45,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.collective_study import bridge, experts, overhead, set_up, switch_points
+from bench.collective_study.measurement import SIGNS, Measurement
 from bench.collective_study.measuring import GroupSetup, measure_call, place_of
 from bench.collective_study.memory import free_memory
 from bench.collective_study.results import FORMAT
 from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
-from bench.collective_study.tables import UNCONVERGED, compare, draw, table, write_csv
+from bench.collective_study.tables import compare, draw, table, write_csv
 from bench.command.files import Kept, add_files, write_json, write_unfinished
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser, part_alone
@@ -203,7 +204,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     memory = free_memory(world)
     chosen = Namespace(**on_rank_zero(world, lambda: vars(settings(argv, world.size, memory))))
     stopping = Stopping(chosen.confidence, chosen.time_limit, chosen.warmup)
-    rows: list[dict[str, Any]] = []
+    rows: list[Measurement] = []
     printed: list[str] = []
     with ProcessGrid(world, chosen.tensor_model_parallel_size) as grid:
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
@@ -226,7 +227,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             kept = Kept(lambda: write_unfinished(chosen.json, so_far()))
             for number, calls in enumerate(kinds):
                 random.Random(number).shuffle(calls)
-                found: list[dict[str, Any]] = []
+                found: list[Measurement] = []
                 for index, call in enumerate(calls):
                     bar.set_description(f"{call.operation} {call.nbytes} B")
                     new, refused = measure_call(place, call, transports, chosen.variants, index)
@@ -244,36 +245,41 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
                 if text not in printed:
                     show(f"# again, because the states of the machine are told apart better now:\n{text}")
     result = result_of(surroundings, world.size, place, rows, skipped)
-    wrong = int(world.mpi.bcast(sum(row["wrong"] for row in rows)))
+    wrong = int(world.mpi.bcast(sum(row.wrong or 0 for row in rows)))
     if world.rank == 0:
-        conclude(result, chosen, tables)
+        conclude(result, rows, chosen, tables)
     return 1 if wrong else 0
 
 
 def result_of(
-    surroundings: dict[str, Any], ranks: int, place: GroupSetup, rows: list[dict[str, Any]], skipped: list[Any]
+    surroundings: dict[str, Any], ranks: int, place: GroupSetup, rows: list[Measurement], skipped: list[Any]
 ) -> dict[str, Any]:
     """The contents of the file of --json."""
-    result = {"format": FORMAT, **surroundings, "ranks": ranks, "rows": rows, "skipped": skipped}
+    result = {
+        "format": FORMAT,
+        **surroundings,
+        "ranks": ranks,
+        "rows": [row.to_json() for row in rows],
+        "skipped": skipped,
+    }
     result["states"] = [] if place.states is None else place.states.lines()
     result["start"] = "clock" if place.by_clock else "barrier"
     return result
 
 
-def conclude(result: dict[str, Any], chosen: Namespace, tables: Sequence[str]) -> None:
+def conclude(result: dict[str, Any], rows: list[Measurement], chosen: Namespace, tables: Sequence[str]) -> None:
     """Print the remarks on the tables, which are printed already, and write the files."""
-    rows = result["rows"]
     said = [
         f"# not measured: {one['transport']}{' ' + one['operation'] if 'operation' in one else ''}: {one['reason']}"
         for one in result["skipped"]
     ]
     remarks = list(dict.fromkeys(said))
     remarks += [f"# {line.removeprefix('- ')}" for line in [*result["states"], *uncounted_lines(rows)]]
-    if late := sum(row["late"] for row in rows):
+    if late := sum(row.late or 0 for row in rows):
         remarks.append(f"# {late} calls are not counted, because a rank began late")
-    if slow := sum(not row["converged"] for row in rows):
-        remarks.append(f"# *: {slow} of {len(rows)} rows ran into --time-limit before {UNCONVERGED}")
-    remarks.append(f"# {sum(row['wrong'] for row in rows)} wrong elements")
+    if slow := sum(not row.converged for row in rows):
+        remarks.append(f"# *: {slow} of {len(rows)} rows: {SIGNS['*']} (--time-limit)")
+    remarks.append(f"# {sum(row.wrong or 0 for row in rows)} wrong elements")
     print("\n".join(remarks))
     if chosen.output:
         lines = [*heading("Collectives", result), "", "```", "\n\n".join(tables), "", *remarks, "```", ""]

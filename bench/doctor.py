@@ -57,7 +57,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     def told() -> bool:
         found = findings(ranks, rows)
         result.update(
-            rank_facts=ranks, rows=rows, skipped=skipped, self_test_s=time.monotonic() - began,
+            rank_facts=ranks, rows=[row.to_json() for row in rows], skipped=skipped,
+            self_test_s=time.monotonic() - began,
             findings=[asdict(one) for one in found],
         )  # fmt: skip
         publish(page(result, found), result, output=chosen["output"], json_file=chosen["json"])

@@ -16,7 +16,7 @@ than alone, the difference is the skew between the ranks and the contention with
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,22 @@ def _ratio(one: float, other: float) -> str:
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
     """Replay a step, as one rank of the job."""
+    surroundings = environment(COMMAND, argv)
+    run(world, surroundings, on_rank_zero(world, lambda: read(argv)), publish)
 
-    def read() -> dict[str, Any]:
-        arguments = parser().parse_args(argv)
-        data = formats.read(Path(arguments.trace), Path(arguments.groups) if arguments.groups else None)
-        return vars(arguments) | {"surroundings": environment(COMMAND, argv), "data": data}
 
-    options = on_rank_zero(world, read)
+def read(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The options and the contents of the trace, as JSON types. Raises UsageError or ValueError that names them."""
+    arguments = parser().parse_args(argv)
+    data = formats.read(Path(arguments.trace), Path(arguments.groups) if arguments.groups else None)
+    return vars(arguments) | {"data": data}
+
+
+def run(world: Communicator, surroundings: dict[str, Any], options: dict[str, Any], put: Callable[..., None]) -> None:
+    """Replay a step. Collective over ``world``.
+
+    options: as `read` returns them. put: writes the tables and the numbers, on rank 0: `publish`, or `write`.
+    """
     what = formats.parse(options["data"])
     recorded = what.size
     if world.size != recorded:
@@ -134,8 +143,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
             *tables(ranks),
         ]
         about = {"recorded_ranks": recorded, "trace_format": options["data"]["format"], "ranks": ranks}
-        text = "\n".join([*heading("Replay", options["surroundings"]), *lines, ""])
-        publish(text, options["surroundings"] | about, output=options["output"], json_file=options["json"])
+        text = "\n".join([*heading("Replay", surroundings), *lines, ""])
+        put(text, surroundings | about, output=options["output"], json_file=options["json"])
 
     on_rank_zero(world, report)
 

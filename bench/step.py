@@ -15,7 +15,7 @@ formulas of commengine.cost, on every rank and in every step: if one differs, th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,14 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     """Trace and compare; rank 0 prints and writes. Returns the exit status. Collective over ``world``."""
     surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
-    options = on_rank_zero(world, lambda: read(argv, world.size))
+    return int(run(world, surroundings, on_rank_zero(world, lambda: read(argv, world.size)), publish))
+
+
+def run(world: Communicator, surroundings: dict[str, Any], options: dict[str, Any], put: Callable[..., None]) -> bool:
+    """Trace and compare. Returns whether a formula and the trace differ. Collective over ``world``.
+
+    options: as `read` returns them. put: writes the tables and the numbers, on rank 0: `publish`, or `write`.
+    """
     config = recorder.from_json(options)
     with watched(config, world) as comm:
         data = world.size // derived.replica_size(config)
@@ -94,8 +101,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             about = (traced.recordings[shown], traced.bounds[shown])
             formats.save(world, options["save_format"], Path(options["save"]), *about)
         trainer.close()
-    different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown))
-    return int(different)
+    different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown, put))
+    return different
 
 
 def median_step(steps: Sequence[TracedStep]) -> int:
@@ -104,8 +111,10 @@ def median_step(steps: Sequence[TracedStep]) -> int:
     return next(number for number, step in enumerate(steps) if step.seconds == middle)
 
 
-def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int) -> bool:
-    """Print, and write the files. Returns whether a formula and the trace differ."""
+def conclude(
+    surroundings: dict[str, Any], options: dict[str, Any], traced: TracedSteps, shown: int, put: Callable[..., None]
+) -> bool:
+    """Put out the tables, and write the files. Returns whether a formula and the trace differ."""
     config, ranks = recorder.from_json(options), traced.steps
     rows = step_tables.collective_rows(ranks)
     phases, sums = step_tables.phase_rows(ranks), step_tables.summary(ranks)
@@ -137,7 +146,7 @@ def conclude(surroundings: dict[str, Any], options: dict[str, Any], traced: Trac
         "stages": stages, "parts": rows, "formulas_hold": not wrong, "formulas": table_of,
     }  # fmt: skip
     text = "\n".join([*heading("Traced training step", surroundings), *lines, ""])
-    publish(text, result, output=options["output"], json_file=options["json"])
+    put(text, result, output=options["output"], json_file=options["json"])
     steps = [of_rank[shown] for of_rank in ranks]
     if options["timeline"]:
         timeline.write_picture(Path(options["timeline"]), steps, title)

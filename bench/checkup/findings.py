@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from bench.collective_study.measurement import Measurement
+
 Facts = dict[str, Any]
 
 WRONG, ADVICE = "wrong", "advice"
@@ -46,7 +48,7 @@ def cores_of(here: Sequence[Facts]) -> set[int]:
     return {core for facts in here for core in facts["cores"]}
 
 
-def findings(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> list[Finding]:
+def findings(ranks: Sequence[Facts], rows: Sequence[Measurement]) -> list[Finding]:
     """All findings, the wrong ones first.
 
     ranks: `bench.checkup.facts.rank_facts` of each rank, with "node": the least rank that it shares memory with.
@@ -59,13 +61,13 @@ def findings(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> list[Fin
     return sorted(found, key=lambda one: one.level != WRONG)
 
 
-def _results(rows: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _results(rows: Sequence[Measurement]) -> Iterator[Finding]:
     for row in rows:
-        if row["wrong"]:
-            where = "the ranks of a node" if row["group"] == "node" else "all ranks"
-            text = f"{row['operation']} of {row['bytes']} bytes by {row['transport']} on {where}"
+        if row.wrong:
+            where = "the ranks of a node" if row.group == "node" else "all ranks"
+            text = f"{row.operation} of {row.bytes} bytes by {row.transport} on {where}"
             change = "do not train here: update this MPI and its network library, or take another one"
-            yield Finding(WRONG, f"{text} gave {row['wrong']} wrong elements", change)
+            yield Finding(WRONG, f"{text} gave {row.wrong} wrong elements", change)
 
 
 def _versions(ranks: Sequence[Facts]) -> Iterator[Finding]:
@@ -140,7 +142,7 @@ def _of_host(host: str, here: Sequence[Facts]) -> Advice:
         )
 
 
-def _network(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Advice:
+def _network(ranks: Sequence[Facts], rows: Sequence[Measurement]) -> Advice:
     if len({facts["node"] for facts in ranks}) < 2:
         return
     first = ranks[0]
@@ -159,7 +161,7 @@ def _network(ranks: Sequence[Facts], rows: Sequence[dict[str, Any]]) -> Advice:
             )
     rates = [float(found[1]) for port in first["infiniband"] if (found := re.match(r"([\d.]+) Gb/sec", port["rate"]))]
     fastest = max([*rates, *((device["mbit_per_s"] or 0) / 1000 for device in first["networks"])], default=0)
-    between = [8e-9 * row["algbw"] for row in rows if (row["group"], row["operation"]) == ("world", "sendrecv")]
+    between = [8e-9 * (row.algbw or 0) for row in rows if (row.group, row.operation) == ("world", "sendrecv")]
     if fastest and between and max(between) < LEAST_SHARE * fastest:
         yield (
             f"messages between hosts reach {max(between):.2f} Gbit/s, and the fastest device {fastest:g} Gbit/s",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bench.collective_study.measurement import Measurement
 from bench.collective_study.measuring import GroupSetup, measure_call
 from bench.collective_study.memory import free_memory
 from bench.timing.sampling import Stopping
@@ -24,19 +25,17 @@ SPARE = 16
 #: measuring a call takes about this many times its share of the time: calls that do not count, and the checks
 OVERHEAD = 1.5
 
-Rows = list[dict[str, Any]]
 
-
-def self_test(world: Communicator, seconds: float) -> tuple[Rows, Rows]:
+def self_test(world: Communicator, seconds: float) -> tuple[list[Measurement], list[dict[str, Any]]]:
     """Run all transports for about ``seconds`` in all. Collective over ``world``.
 
     The groups are "node", the ranks of each node, all nodes at the same time, and "world" if there are several nodes.
-    A sendrecv is a ring: each rank sends to the next. Returns rows as bench.collectives writes them (on rank 0), and
+    A sendrecv is a ring: each rank sends to the next. Returns the measurements (on rank 0), and
     what was skipped: group, transport and reason.
     """
     names = list(LOCAL)
-    rows: Rows = []
-    skipped: Rows = []
+    rows: list[Measurement] = []
+    skipped: list[dict[str, Any]] = []
     if free_memory(world)["shared"] < SPARE * LARGEST:
         names.remove("shared")
         skipped.append({"group": "node", "transport": "shared", "reason": "there is too little shared memory free"})

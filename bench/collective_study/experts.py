@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.collective_study.measurement import Measurement
 from bench.collective_study.measuring import place_of
 from bench.collective_study.points import OURS, model_of_points
 from bench.collective_study.switch_points import SwitchedEngine
@@ -119,10 +120,9 @@ def fitted(times: dict[tuple[str, int], float], ranks: int) -> FittedModel:
     """
     names = {"all_to_all_v": "all_to_all"}
     return model_of_points([
-        {
-            "operation": names.get(name, name), "bytes": size, "ranks": ranks, "transport": OURS[0],
-            "seconds": {"p50": spent},
-        }
+        Measurement(
+            operation=names.get(name, name), bytes=size, ranks=ranks, transport=OURS[0], seconds={"p50": spent}
+        )
         for (name, size), spent in times.items()
     ])  # fmt: skip
 

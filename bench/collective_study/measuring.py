@@ -1,18 +1,4 @@
-"""Measure one call of bench.collectives by every transport, in place and out of place, alternating, checked and timed.
-
-A row of the JSON, which bench.study --only fit reads, has these keys:
-
-- of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
-  nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests'); of an operation with numbers
-  of rows its skew (bench/transports/skew.py)
-- of the times: iterations, converged (false: the time was up), seconds {p50, p95, p99, min, max, mean} on the slowest
-  rank, ci [low, high] of the median (null of fewer than six calls), algbw and busbw of the median in bytes per second
-- state: of the machine, "state 1" and so on, if there was more than one (bench/timing/states.py)
-- wrong: the wrong elements of all ranks
-- start_skew: {p50, max} of the seconds between the first and the last rank's start of a call, and the uncertainty of
-  the clocks; late: calls that were not counted because between nodes a rank began late (bench/timing/starting.py)
-- with --overlap, for the transport stream: overlap {communication, compute, overall in seconds, percent}
-"""
+"""Measure one call of bench.collectives by every transport, in place and out of place: alternating, checked, timed."""
 
 from __future__ import annotations
 
@@ -25,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.collective_study.measurement import Measurement
 from bench.timing.clocks import Offset, synchronise
 from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
 from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange, spans_nodes
@@ -129,11 +116,11 @@ def _largest(comm: Communicator, mine: Times) -> Times:
 
 def measure_call(
     place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure ``call``. Returns its rows (on rank 0; empty elsewhere), and what was skipped and why.
+) -> tuple[list[Measurement], list[dict[str, Any]]]:
+    """Measure ``call``. Returns its measurements (on rank 0; empty elsewhere), and what was skipped and why.
 
-    A row is that of the slowest group, but its wrong elements are those of all groups. variants: False out of place,
-    True in place. seed: of the order within a round. Collective over the world.
+    A measurement is that of the slowest group, but its wrong elements are those of all groups.
+    variants: False out of place, True in place. seed: of the order within a round. Collective over the world.
     """
     bounds: list[tuple[dict[str, Any], Bound]] = []
     skipped = []
@@ -158,11 +145,12 @@ def measure_call(
         for state in sampler.states:
             mine = sampler.of(state)
             skew = {"p50": float(np.median(mine.skews)), "max": float(mine.skews.max()), "uncertainty": own.uncertainty}
-            row = about | _times(call, mine) | also | {"late": mine.late, "start_skew": skew}
-            rows.append(row | {"state": None if place.states is None else state})
+            known = None if place.states is None else state
+            rows.append(
+                Measurement(**about, **_times(call, mine), **also, late=mine.late, start_skew=skew, state=known)
+            )
     ranks = place.world.mpi.gather(rows) or []
-    slowest = [max(same, key=lambda row: float(row["seconds"]["p50"])) for same in zip(*ranks, strict=True)]
-    return slowest, skipped
+    return [max(same, key=lambda row: row.p50) for same in zip(*ranks, strict=True)], skipped
 
 
 def _about(call: CollectiveCall, transport: str, group: str, in_place: bool) -> dict[str, Any]:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-from bench.collective_study.comparable import KindOfRows, comparable
+from bench.collective_study.kind_of_rows import KindOfRows
+from bench.collective_study.measurement import Measurement, comparable
 from commengine.cost import FittedModel, Segment
 
 #: the transports of the engine: gradients lie in windows where the ranks of a node have them
 OURS = ("engine", "shared")
 
 
-def model_of_points(rows: Sequence[dict[str, Any]]) -> FittedModel:
+def model_of_points(rows: Sequence[Measurement]) -> FittedModel:
     """A model that is linear between the measured sizes: of the engine, by its fastest way at each size.
 
-    rows: of bench.collectives; those count that may be compared, of one dtype, reduction and state (`KindOfRows.of`).
+    rows: those count that may be compared, of one dtype, reduction and state (`KindOfRows.of`).
     It tells the times of the ranks and operations that were measured at two sizes or more, and no others.
     """
-    ours = [row for row in comparable(rows) if row["transport"] in OURS]
-    kind = KindOfRows.of(ours)
+    ours = [row for row in comparable(rows) if row.transport in OURS]
+    kind = KindOfRows.of((row.way, row.iterations) for row in ours)
     times: dict[tuple[str, int], dict[int, float]] = {}
     for row in ours:
-        if kind.has(row):
-            mine = times.setdefault((row["operation"], row["ranks"]), {})
-            spent = float(row["seconds"]["p50"])
-            mine[row["bytes"]] = min(spent, mine.get(row["bytes"], spent))
+        if kind.has(row.way):
+            mine = times.setdefault((row.operation, row.ranks), {})
+            mine[row.bytes] = min(row.p50, mine.get(row.bytes, row.p50))
     found: dict[str, tuple[Segment, ...]] = {}
     for (operation, ranks), sizes in times.items():
         points = sorted(sizes.items())

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field
 
-from bench.collective_study.comparable import why_not
+from bench.collective_study.measurement import Measurement, Way
 from bench.timing.sampling import half_in_errors
 from commengine import UsageError
 from commengine.files.reading import InputFileError, read_json
-from commengine.files.schema import FilePart, checked, fault_in
+from commengine.files.schema import checked, fault_in
 
 FORMAT = 1
 STATISTICS = ("p50", "mean", "min")
-#: the fields that distinguish measurements of one operation, besides the size
-KEY = ("operation", "ranks", "transport", "group", "dtype", "redop", "root", "in_place", "stream", "state", "skew")
-
-
-_NotNegative = Annotated[float, Field(ge=0)]
-
-
-class _Row(FilePart):
-    """The part of a row that a fit needs, beside the fields in KEY."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    operation: str
-    transport: str
-    ranks: Annotated[int, Field(ge=1)]
-    bytes: _NotNegative
-    seconds: dict[str, float]
-    ci: tuple[_NotNegative, _NotNegative] | None = None
-    wrong: int | None = None
-    disturbed: bool | None = None
-    iterations: Annotated[int, Field(ge=0)] | None = None
-    converged: bool | None = None
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A row that does not count: its bytes, the statistic of its times, and why (`comparable.why_not`)."""
+    """A row that does not count: its bytes, the statistic of its times, and why (`Measurement.why_not`)."""
 
     size: float
     seconds: float
@@ -57,12 +33,12 @@ class LeftOut:
 class Series:
     """One operation, run in one way, at several sizes.
 
-    key: the fields in KEY. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
+    way: all of them are of it. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
     errors. calls: of all rows. unconverged: how many rows did not converge. left_out: the rows that do not count, which
     are in none of the others.
     """
 
-    key: dict[str, Any]
+    way: Way
     sizes: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
@@ -73,32 +49,32 @@ class Series:
     @property
     def operation(self) -> str:
         """The engine's name of the operation."""
-        return str(self.key["operation"])
+        return self.way.operation
 
     @property
     def ranks(self) -> int:
         """The size of the group."""
-        return int(self.key["ranks"])
+        return int(self.way.ranks or 0)
 
     @property
     def in_place(self) -> bool:
         """Whether the result replaced the input."""
-        return bool(self.key["in_place"])
+        return bool(self.way.in_place)
 
     @property
     def variant(self) -> str:
         """The other fields of the key, for people."""
-        parts = [str(self.key[name]) for name in ("transport", "group", "dtype", "redop", "skew") if self.key.get(name)]
-        if self.key.get("in_place") is not None:
-            parts.append("in place" if self.key["in_place"] else "out of place")
-        stream, state = self.key.get("stream"), self.key.get("state")
-        return " ".join([*parts, *(["stream"] if stream else []), *([str(state)] if state else [])])
+        way = self.way
+        parts = [one for one in (way.transport, way.group, way.dtype, way.redop, way.skew) if one]
+        if way.in_place is not None:
+            parts.append("in place" if way.in_place else "out of place")
+        return " ".join([*parts, *(["stream"] if way.stream else []), *([str(way.state)] if way.state else [])])
 
 
 def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:
     """The series of a results file, in the file's order, and the rest of the file. statistic: one of STATISTICS.
 
-    A series has the rows that may be compared (`comparable.why_not`), and names the others.
+    A series has the rows that may be compared (`Measurement.why_not`), and names the others.
 
     Raises UsageError that names the fault.
     """
@@ -110,10 +86,10 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:
         raise UsageError(f"{path}: format {data.get('format')!r}; this version reads {FORMAT}")
-    found: dict[str, tuple[dict[str, Any], list[tuple[_Row, float]]]] = {}
+    found: dict[Way, list[tuple[Measurement, float]]] = {}
     for number, one in enumerate(data["rows"]):
         with fault_in(f"{path}: rows[{number}]"):
-            row = checked(_Row, one)
+            row = checked(Measurement, one)
             spent = row.seconds[statistic]
             low, high = row.ci or (spent, spent)
             if spent <= 0:
@@ -122,26 +98,24 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
                 raise ValueError(f"ci={[low, high]}: the low end is above the high end")
             if row.wrong:
                 raise ValueError(f"{row.operation} of {row.bytes:g} bytes had {row.wrong} wrong values: not a time")
-            key = {name: one.get(name) for name in KEY}
-            found.setdefault(json.dumps(key), (key, []))[1].append((row, spent))
-    return [_series(key, rows) for key, rows in found.values()], {k: v for k, v in data.items() if k != "rows"}
+            found.setdefault(row.way, []).append((row, spent))
+    return [_series(way, rows) for way, rows in found.items()], {k: v for k, v in data.items() if k != "rows"}
 
 
-def _series(key: dict[str, Any], rows: list[tuple[_Row, float]]) -> Series:
-    judged = [(row, spent, why_not(vars(row))) for row, spent in rows]
-    left_out = [LeftOut(row.bytes, spent, why) for row, spent, why in judged if why]
-    used = sorted(((row, spent) for row, spent, why in judged if not why), key=lambda pair: (pair[0].bytes, pair[1]))
+def _series(way: Way, rows: list[tuple[Measurement, float]]) -> Series:
+    left_out = [LeftOut(row.bytes, spent, row.why_not) for row, spent in rows if row.why_not]
+    used = sorted(((row, spent) for row, spent in rows if not row.why_not), key=lambda pair: (pair[0].bytes, pair[1]))
     errors = np.array([_error(row, spent) for row, spent in used], dtype=np.float64)
     if len(known := errors[~np.isnan(errors)]) < len(errors):  # older files lack some: as well known as the others
         errors = np.where(np.isnan(errors), np.median(known) if len(known) else 0.0, errors)
     return Series(
-        key, np.array([row.bytes for row, _ in used], dtype=np.float64),
+        way, np.array([row.bytes for row, _ in used], dtype=np.float64),
         np.array([spent for _, spent in used], dtype=np.float64), errors,
         sum(row.iterations or 1 for row, _ in used), sum(row.converged is False for row, _ in used), tuple(left_out),
     )  # fmt: skip
 
 
-def _error(row: _Row, spent: float) -> float:
+def _error(row: Measurement, spent: float) -> float:
     """The relative standard error of a row's time; not a number without an interval."""
     half = half_in_errors(row.iterations or 0)
     return math.nan if row.ci is None else (row.ci[1] - row.ci[0]) / 2 / half / spent

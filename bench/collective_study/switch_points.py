@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from bench.collective_study.comparable import comparable
+from bench.collective_study.measurement import Measurement, comparable
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.shown_states import of_shown_states
 from bench.command.files import add_files, publish
@@ -73,26 +73,26 @@ class SwitchedEngine(Engine):
         return self._group.empty((capacity,), torch.uint8).zero_() if self._window else super()._memory(capacity)
 
 
-def cells_of(rows: Sequence[dict[str, Any]], statistic: str) -> list[Cell]:
+def cells_of(rows: Sequence[Measurement], statistic: str) -> list[Cell]:
     """The cells of one series, by size, of the rows of all ways.
 
     Rows count that may be compared. A state in which a way has no row has no cell, unless no state has all ways: then
     the rows with most calls count.
     """
-    ways = list(dict.fromkeys(row["transport"] for row in rows))
+    ways = list(dict.fromkeys(row.transport for row in rows))
     counted = comparable(rows)
     found: list[Cell] = []
-    for size in sorted({row["bytes"] for row in counted}):
-        mine = sorted((row for row in counted if row["bytes"] == size), key=lambda row: int(row["iterations"]))
-        if len({row["transport"] for row in mine}) < len(ways):
+    for size in sorted({row.bytes for row in counted}):
+        mine = sorted((row for row in counted if row.bytes == size), key=lambda row: row.calls)
+        if len({row.transport for row in mine}) < len(ways):
             continue
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Measurement]] = {}
         for row in mine:
-            states.setdefault(row["state"] or "", {})[row["transport"]] = row
+            states.setdefault(str(row.state or ""), {})[row.transport] = row
         whole = {state: of for state, of in sorted(states.items()) if len(of) == len(ways)}
-        for state, of in (whole or {"several states": {row["transport"]: row for row in mine}}).items():
-            times = {way: of[way]["seconds"][statistic] for way in ways}
-            found.append({"bytes": size, "state": state, "calls": of["mpi"]["iterations"], **times})
+        for state, of in (whole or {"several states": {row.transport: row for row in mine}}).items():
+            times = {way: of[way].seconds[statistic] for way in ways}
+            found.append({"bytes": size, "state": state, "calls": of["mpi"].calls, **times})
     return found
 
 
@@ -198,7 +198,7 @@ def main(launched: Communicator, argv: Sequence[str]) -> None:
         ways.append(SwitchedEngine(memory, capacity, "two_level" if spans else "bounce", window=False))
         ways.append(SwitchedEngine(memory, capacity, "two_level, window" if spans else "window", window=True))
         ways[1]._buffers = ways[0]._buffers  # two buffers collide differently in the caches
-        measured: dict[tuple[str, str], list[dict[str, Any]]] = {names: [] for names in plan}
+        measured: dict[tuple[str, str], list[Measurement]] = {names: [] for names in plan}
         ends, left = time.perf_counter() + chosen["seconds"], len(plan) * len(chosen["sizes"])
         found: dict[tuple[str, str], dict[str, float]] = {}
         shown: dict[tuple[str, str], list[Cell]] = {}

@@ -5,67 +5,57 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.collective_study.comparable import comparable, signs, why_not
+from bench.collective_study.measurement import Measurement, Way, comparable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
+#: of the times of a row
+EDGES = ("p95", "p99", "min", "max")
 #: name, unit, width, and text of a row; the first nine columns and their units are nccl-tests'
 COLUMNS = (
-    ("size", "(B)", 12, lambda row: f"{row['bytes']}"),
-    ("count", "(elements)", 12, lambda row: f"{row['count']}"),
-    ("type", "", 8, lambda row: row["dtype"]),
-    ("redop", "", 6, lambda row: row["redop"]),
-    ("root", "", 4, lambda row: f"{row['root']}"),
-    ("time", "(us, p50)", 10, lambda row: _microseconds(row["seconds"]["p50"]) + signs(row).rstrip("*")),
-    ("algbw", "(GB/s)", 7, lambda row: f"{row['algbw'] / 1e9:.2f}"),
-    ("busbw", "(GB/s)", 7, lambda row: f"{row['busbw'] / 1e9:.2f}"),
-    ("#wrong", "", 6, lambda row: f"{row['wrong']}"),
-    ("p95", "(us)", 10, lambda row: _microseconds(row["seconds"]["p95"])),
-    ("p99", "(us)", 10, lambda row: _microseconds(row["seconds"]["p99"])),
-    ("min", "(us)", 10, lambda row: _microseconds(row["seconds"]["min"])),
-    ("max", "(us)", 10, lambda row: _microseconds(row["seconds"]["max"])),
-    ("+-median", "(%)", 8, lambda row: _interval(row) + ("" if row["converged"] else "*")),
-    ("calls", "", 6, lambda row: f"{row['iterations']}"),
-    ("place", "", 5, lambda row: "in" if row["in_place"] else "out"),
-    ("transport", "", 10, lambda row: row["transport"]),
+    ("size", "(B)", 12, lambda row: f"{row.bytes}"),
+    ("count", "(elements)", 12, lambda row: f"{row.count}"),
+    ("type", "", 8, lambda row: row.dtype),
+    ("redop", "", 6, lambda row: row.redop),
+    ("root", "", 4, lambda row: f"{row.root}"),
+    ("time", "(us, p50)", 10, lambda row: _microseconds(row.p50) + row.signs.rstrip("*")),
+    ("algbw", "(GB/s)", 7, lambda row: f"{row.algbw / 1e9:.2f}"),
+    ("busbw", "(GB/s)", 7, lambda row: f"{row.busbw / 1e9:.2f}"),
+    ("#wrong", "", 6, lambda row: f"{row.wrong}"),
+    *((name, "(us)", 10, lambda row, name=name: _microseconds(row.seconds[name])) for name in EDGES),
+    ("+-median", "(%)", 8, lambda row: _interval(row) + ("" if row.converged else "*")),
+    ("calls", "", 6, lambda row: f"{row.iterations}"),
+    ("place", "", 5, lambda row: "in" if row.in_place else "out"),
+    ("transport", "", 10, lambda row: row.transport),
 )
 #: the transports in words, in pictures and on pages; a transport without an entry has its own name
 WORDS = {"mpi4py": "plain MPI", "shared": "window"}
 #: of --overlap, for the transport stream
 OVERLAP = (
-    ("overall", "(us)", 10, lambda row: _microseconds(row["overlap"]["overall"])),
-    ("compute", "(us)", 10, lambda row: _microseconds(row["overlap"]["compute"])),
-    ("pure comm", "(us)", 10, lambda row: _microseconds(row["overlap"]["communication"])),
-    ("overlap", "(%)", 7, lambda row: f"{row['overlap']['percent']:.1f}"),
+    ("overall", "(us)", 10, lambda row: _of_overlap(row, "overall")),
+    ("compute", "(us)", 10, lambda row: _of_overlap(row, "compute")),
+    ("pure comm", "(us)", 10, lambda row: _of_overlap(row, "communication")),
+    ("overlap", "(%)", 7, lambda row: f"{row.overlap['percent']:.1f}" if row.overlap else "-"),
 )
 #: the time over that of the transport of --over
-OVER = (("over", "(ratio)", 7, lambda row: f"{row['over']:.2f}{row.get('over_sign', '')}"),)
+OVER = (("over", "(ratio)", 7, lambda row: "-" if row.over is None else f"{row.over:.2f}{row.over_sign or ''}"),)
 #: the state of the machine, as `bench.timing.states` numbers it; shown if a table has several
-STATE = (("state", "", 7, lambda row: row.get("state") or ""),)
+STATE = (("state", "", 7, lambda row: row.state or ""),)
 
 
-#: the condition that a row with a star did not reach in its time (`bench.timing.sampling.Stopping`)
-UNCONVERGED = "they had 20 calls whose median was known well enough"
+def _of_overlap(row: Measurement, name: str) -> str:
+    return _microseconds(row.overlap[name]) if row.overlap else "-"
 
 
-def interval_percent(row: Row) -> float:
-    """Half the confidence interval of the median, in percent of the median; infinity without an interval."""
-    if row["ci"] is None:
-        return math.inf
-    low, high = row["ci"]
-    return float(50 * (high - low) / row["seconds"]["p50"])
-
-
-def _interval(row: Row) -> str:
-    percent = interval_percent(row)
+def _interval(row: Measurement) -> str:
+    percent = row.interval_percent
     return f"{percent:.1f}" if math.isfinite(percent) else "-"
 
 
@@ -73,59 +63,54 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2f}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"
 
 
-def alike(rows: Sequence[Row], *names: str) -> list[list[Row]]:
-    """The rows that have the same values of the fields ``names``, together. A field that is missing counts as None."""
-    found: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+def alike(rows: Sequence[Measurement], key: Callable[[Measurement], Hashable]) -> list[list[Measurement]]:
+    """The rows that have the same ``key``, together."""
+    found: defaultdict[Hashable, list[Measurement]] = defaultdict(list)
     for row in rows:
-        found[tuple(row.get(name) for name in names)].append(row)
+        found[key(row)].append(row)
     return list(found.values())
 
 
-def compare(rows: list[Row], name: str | None) -> list[Row]:
-    """The rows with "over": the median over that of the transport ``name`` for the same call in the same state.
+def compare(rows: list[Measurement], name: str | None) -> list[Measurement]:
+    """The rows with `over`: the median over that of the transport ``name`` for the same call in the same state.
 
-    Of two rows that may be compared (`comparable.why_not`). If one of them did not converge, "over_sign" is "*".
+    Of two rows that may be compared (`Measurement.why_not`). If one of them did not converge, `over_sign` is "*".
     """
-    same = ("operation", "dtype", "redop", "in_place", "bytes", "state", "skew")
-    theirs = {tuple(row.get(key) for key in same): row for row in comparable(rows) if row["transport"] == name}
+
+    def same(row: Measurement) -> tuple[Way, int]:
+        return row.way._replace(transport=None), row.bytes
+
+    theirs = {same(row): row for row in comparable(rows) if row.transport == name}
     found = []
     for row in rows:
-        base = None if why_not(row) else theirs.get(tuple(row.get(key) for key in same))
-        late = base is not None and signs(row) + signs(base)
-        ratio = {} if base is None else {"over": row["seconds"]["p50"] / base["seconds"]["p50"]}
-        found.append(row | ratio | ({"over_sign": "*"} if late else {}))
+        if (base := None if row.why_not else theirs.get(same(row))) is not None:
+            late = {"over_sign": "*"} if row.signs + base.signs else {}
+            row = row.but(over=row.p50 / base.p50, **late)
+        found.append(row)
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Measurement]) -> str:
     """The rows of one operation by size, under the two lines of heading that nccl-tests has."""
-    several = len({row.get("state") for row in rows}) > 1
+    several = len({row.state for row in rows}) > 1
     columns: tuple[tuple[str, str, int, Any], ...] = (STATE if several else ()) + COLUMNS
     for key, more in (("overlap", OVERLAP), ("over", OVER)):
-        columns += more if any(key in row for row in rows) else ()
+        columns += more if any(getattr(row, key) is not None for row in rows) else ()
     first = rows[0]
     lines = [
-        f"# {first['operation']}, {first['ranks']} ranks of group {first['group']}"
-        + (f", {first['skew']} skew" if first.get("skew") else ""),
+        f"# {first.operation}, {first.ranks} ranks of group {first.group}"
+        + (f", {first.skew} skew" if first.skew else ""),
         "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
         "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
     ]
-    ordered = sorted(rows, key=lambda row: (row["bytes"], row["transport"], row["in_place"], row.get("state") or ""))
-    lines += [" ".join(f"{_shown(cell, row):>{width}}" for _, _, width, cell in columns) for row in ordered]
+    ordered = sorted(rows, key=lambda row: (row.bytes, row.transport, row.in_place, str(row.state or "")))
+    lines += [" ".join(f"{cell(row):>{width}}" for _, _, width, cell in columns) for row in ordered]
     return "\n".join(lines)
 
 
-def _shown(cell: Callable[[Row], str], row: Row) -> str:
-    """The text of a row in a column, or "-" if the row has nothing for it."""
-    try:
-        return cell(row)
-    except KeyError:
-        return "-"
-
-
-def flat(row: Row) -> Row:
-    """A row without nested values: seconds become seconds_p50, and so on."""
-    found: Row = {}
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a file without nested values: seconds become seconds_p50, and so on."""
+    found: dict[str, Any] = {}
     for name, value in row.items():
         if name == "ci":
             low, high = value or (None, None)
@@ -137,9 +122,9 @@ def flat(row: Row) -> Row:
     return found
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Measurement]) -> None:
     """Write one line for each row. Seconds, bytes, and bytes per second are as in the JSON."""
-    flattened = [flat(row) for row in rows]
+    flattened = [flat(row.to_json()) for row in rows]
     names = list(dict.fromkeys(name for row in flattened for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
@@ -148,7 +133,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Draw a cross on each (size, seconds) of a row that does not count (`comparable.why_not`), if there are any.
+    """Draw a cross on each (size, seconds) of a row that does not count (`Measurement.why_not`), if there are any.
 
     The legend of a picture names them.
     """
@@ -157,75 +142,79 @@ def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
         axes.plot(sizes, [1e6 * one for one in seconds], "kx", markersize=8, label=CROSS)
 
 
-def line_style(row: Row, transports: Sequence[str], kinds: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a row's line.
+def line_style(line: Way, transports: Sequence[str | None], kinds: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a line.
 
     Markers are hollow in states of the machine other than the first. Lines of rows that are skewed are dotted.
 
     transports, kinds: all that the picture shows, in its order.
     """
-    transport, dtype, redop = (row[name] for name in ("transport", "dtype", "redop"))
-    place = "in place" if row["in_place"] else "out of place"
-    state, skew = row.get("state"), row.get("skew")
-    way = WORDS.get(transport, transport)
-    words = [way, dtype, *([redop] if redop not in (None, "none") else []), place]
+    transport, redop, state, skew = line.transport, line.redop, line.state, line.skew
+    place = "in place" if line.in_place else "out of place"
+    words = [
+        WORDS.get(transport or "", transport),
+        line.dtype,
+        *([redop] if redop not in (None, "none") else []),
+        place,
+    ]
     words += [state] * bool(state) + [f"{skew} skew"] * bool(skew)
     return {
         "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
-        "marker": "o^svd*P<>"[kinds.index((dtype, redop)) % 9],
-        "linestyle": DOTS.get(skew or "", "--" if row["in_place"] else "-"),
+        "marker": "o^svd*P<>"[kinds.index((line.dtype, redop)) % 9],
+        "linestyle": DOTS.get(skew or "", "--" if line.in_place else "-"),
         "fillstyle": "full" if state in (None, "state 1") else "none",
         "label": ", ".join(map(str, words)),
     }  # fmt: skip
 
 
-def draw(rows: Sequence[Row]) -> Figure:
+def draw(rows: Sequence[Measurement]) -> Figure:
     """Draw the median time and the bus bandwidth over the size: two plots for each operation.
 
     The time has its confidence interval. All axes are logarithmic. A colour is a transport, a marker a dtype and
     reduction; lines in place are dashed, and each state of the machine and each skew have lines of their own. A cross
     marks a call that does not count.
     """
-    shown = [row for row in rows if row["bytes"] > 0]
-    lines = alike(shown, "operation", "transport", "dtype", "redop", "in_place", "state", "skew")
+    lines = alike([row for row in rows if row.bytes > 0], lambda row: row.way)
 
-    def plot(left: Any, right: Any, line: list[Row], style: dict[str, Any]) -> None:
-        line = sorted(line, key=lambda row: int(row["bytes"]))
-        sizes = [row["bytes"] for row in line]
-        left.plot(sizes, [row["seconds"]["p50"] * 1e6 for row in line], **style)
-        ends = [row.get("ci") or [row["seconds"]["p50"]] * 2 for row in line]  # of few calls there is none
+    def plot(left: Any, right: Any, line: list[Measurement], style: dict[str, Any]) -> None:
+        line = sorted(line, key=lambda row: row.bytes)
+        sizes = [row.bytes for row in line]
+        left.plot(sizes, [row.p50 * 1e6 for row in line], **style)
+        ends = [row.ci or (row.p50, row.p50) for row in line]  # of few calls there is none
         low, high = ([one[end] * 1e6 for one in ends] for end in (0, 1))
-        crosses(left, [(row["bytes"], row["seconds"]["p50"]) for row in line if why_not(row)])
+        crosses(left, [(row.bytes, row.p50) for row in line if row.why_not])
         left.fill_between(sizes, low, high, color=style["color"], alpha=0.15, linewidth=0)
         # A group of one rank moves nothing, and a logarithmic axis has no 0.
-        right.plot(sizes, [(row.get("busbw") or math.nan) / 1e9 for row in line], **style)
-        title = f"{line[0]['operation']}, {line[0]['ranks']} ranks"
+        right.plot(sizes, [(row.busbw or math.nan) / 1e9 for row in line], **style)
+        title = f"{line[0].operation}, {line[0].ranks} ranks"
         for axes, label in ((left, "median time, us"), (right, "bus bandwidth, GB/s")):
             axes.set(yscale="log", ylabel=label, title=title)
 
-    return draw_pairs([(line[0], line) for line in lines], plot)
+    return draw_pairs([(line[0].way, line) for line in lines], plot)
 
 
-def draw_pairs(series: Sequence[tuple[Row, T]], plot: Callable[[Any, Any, T, dict[str, Any]], None]) -> Figure:
+def draw_pairs(series: Sequence[tuple[Way, T]], plot: Callable[[Any, Any, T, dict[str, Any]], None]) -> Figure:
     """Draw series over the size: two plots for each operation, with a legend beside them, where no line can be.
 
-    series: the fields of a row that `line_style` reads, and the argument of ``plot``. plot: draws a series into the
+    series: a way, for `line_style`, and the argument of ``plot``. plot: draws a series into the
     left and the right plot, in a style, and names them. An axis that it made logarithmic gets plain numbers.
     """
     from matplotlib.figure import Figure  # here: it takes a second to load
 
-    operations, transports = (list(dict.fromkeys(row[key] for row, _ in series)) for key in ("operation", "transport"))
-    kinds = list(dict.fromkeys((row["dtype"], row["redop"]) for row, _ in series))
-    many = Counter(row["operation"] for row, _ in series)
+    ways = [way for way, _ in series]
+    operations = list(dict.fromkeys(way.operation for way in ways))
+    transports = list(dict.fromkeys(way.transport for way in ways))
+    kinds = list(dict.fromkeys((way.dtype, way.redop) for way in ways))
+    many = Counter(way.operation for way in ways)
     heights = [max(4.0, 0.9 + LEGEND_LINE * many[operation]) for operation in operations] or [4.0]
     height = sum(heights)
     figure = Figure(figsize=(14, height))
     # matplotlib's own layouts take twice as long as all the rest here
     figure.subplots_adjust(0.065, 0.6 / height, 0.75, 1 - 0.4 / height, wspace=0.22, hspace=0.35)
     rows = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
-    for row, one in series:
-        left, right = rows[operations.index(row["operation"])]
-        plot(left, right, one, line_style(row, transports, kinds))
+    for way, one in series:
+        left, right = rows[operations.index(way.operation)]
+        plot(left, right, one, line_style(way, transports, kinds))
     for left, right in rows:
         for axes in (left, right):
             axes.set(xscale="log", xlabel="size")

@@ -51,6 +51,11 @@ def publish(
 ) -> None:
     """Print a result's tables, and write them and its numbers to the files that were asked for."""
     print(text, end="" if text.endswith("\n") else "\n", flush=True)
+    write(text, result, output=output, json_file=json_file)
+
+
+def write(text: str, result: dict[str, Any], *, output: str | Path | None, json_file: str | Path | None) -> None:
+    """Write a result's tables and its numbers to the files that were asked for."""
     if output:
         Path(output).write_text(text, encoding="utf-8")
     if json_file:

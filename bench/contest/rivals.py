@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.collective_study.comparable import comparable
+from bench.collective_study.measurement import Measurement, comparable, measurements
 from bench.collective_study.tables import size_label
 from bench.command.files import writable
 from bench.contest.parts.base import Case, Contest
@@ -65,23 +65,23 @@ def measure(given: Any, operation: str) -> str:
     return ""
 
 
-def cases_of(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[Case]:
+def cases_of(operation: str, rows: Sequence[Measurement]) -> Iterator[Case]:
     """Yield a case for each dtype and size: one row of all ways. Rows count that may be compared.
 
     The row is of the state of the machine in which most ways were measured, and of those the one with most calls. A way
     that has no time of this state has one of another, which is marked, and counts for a rival alone.
     """
-    found: dict[tuple[str, int], dict[Any, dict[str, dict[str, Any]]]] = {}
+    found: dict[tuple[str, int], dict[Any, dict[str, Measurement]]] = {}
     for row in comparable(rows):
-        states = found.setdefault((row["dtype"], row["bytes"]), {})
-        states.setdefault(row.get("state"), {})[row["transport"]] = row
+        states = found.setdefault((str(row.dtype), row.bytes), {})
+        states.setdefault(row.state, {})[row.transport] = row
 
-    def weight(ways: dict[str, dict[str, Any]]) -> tuple[int, int]:
-        return len(ways), sum(row["iterations"] for row in ways.values())
+    def weight(ways: dict[str, Measurement]) -> tuple[int, int]:
+        return len(ways), sum(row.calls for row in ways.values())
 
     for dtype, nbytes in sorted(found, key=lambda key: (key[0] != "float32", key)):
         *others, most = sorted(found[dtype, nbytes].values(), key=weight)
-        seconds = {name: float(row["seconds"]["p50"]) for ways in (*others, most) for name, row in ways.items()}
+        seconds = {name: row.p50 for ways in (*others, most) for name, row in ways.items()}
         mine = min((name for name in WAYS if name in most), key=seconds.__getitem__, default=None)
         theirs = min((name for name in RIVALS if name in seconds), key=seconds.__getitem__, default=None)
         ratio = seconds[theirs] / seconds[mine] if mine and theirs else None
@@ -165,7 +165,7 @@ class RivalsContest(Contest):
                     cases.append(Case(errors=[f"{operation}: {problem}"]))
             if path.exists():
                 results[operation] = found = json.loads(path.read_text())
-                cases += cases_of(operation, found["rows"])
+                cases += cases_of(operation, measurements(found["rows"]))
                 if wrong := sum(row["wrong"] for row in found["rows"] if row["transport"] in WAYS):
                     cases.append(Case(errors=[f"{operation}: the engine gave {wrong} wrong elements"]))
         known = {name: text for one in results.values() for name, text in one["rivals"].items()}

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from bench.clusters.device_rates import DeviceRates
-from bench.collective_study.comparable import comparable
+from bench.collective_study.measurement import Measurement, comparable, measurements
 from bench.collective_study.results import FORMAT
 from bench.emulator.layouts import MODEL, LayoutRun
 from bench.prediction.group_cost import place_of
@@ -33,16 +33,17 @@ def write_cluster(folder: Path, name: str, found: dict[str, Any], step: GPTSetti
     links = []
     for tensor, rows in found["collectives"].items():
         for group in sorted({row["group"] for row in rows}):
-            mine = [row for row in rows if row["group"] == group]
+            found_here = [row for row in rows if row["group"] == group]
+            mine = measurements(found_here)
             place = place_of(group, int(tensor), ranks // int(tensor), node)
-            if (place, mine[0]["ranks"]) in models:
+            if (place, mine[0].ranks) in models:
                 continue
             results, model = folder / f"{name}-{group}-{tensor}.json", folder / f"{name}-{group}-{tensor}-fit.json"
-            results.write_text(json.dumps({"format": FORMAT, "rows": mine}))
+            results.write_text(json.dumps({"format": FORMAT, "rows": found_here}))
             _run("bench.study", "--only", "fit", str(results), "--output", str(model))
             lie = {"members_per_node": place[0], "groups_per_node": place[1], "fitted": model.name}
-            models[place, mine[0]["ranks"]] = lie
-            links.append((mine[0]["ranks"] > place[0], _link(mine)))
+            models[place, mine[0].ranks] = lie
+            links.append((mine[0].ranks > place[0], _link(mine)))
     inside = min((link for between, link in links if not between), default=links[0][1])
     between = min((link for between, link in links if between), default=inside)
     data = {
@@ -86,11 +87,11 @@ def _option(name: str) -> str:
     return "padded_vocab_size" if name == "vocab_size" else name
 
 
-def _link(rows: list[dict[str, Any]]) -> tuple[float, float]:
+def _link(rows: list[Measurement]) -> tuple[float, float]:
     """Alpha in seconds and the rate in bytes a second of a ring through a group, from its all-reduces."""
-    found = (row for row in comparable(rows) if row["operation"] == "all_reduce")
-    mine = sorted((row["bytes"], row["seconds"]["p50"]) for row in found)
-    ranks = rows[0]["ranks"]
+    found = (row for row in comparable(rows) if row.operation == "all_reduce")
+    mine = sorted((row.bytes, row.p50) for row in found)
+    ranks = rows[0].ranks
     (_, least), (size, longest) = mine[0], mine[-1]
     return least / (2 * (ranks - 1)), bus_factor("all_reduce", ranks) * size / longest
 

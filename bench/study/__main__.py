@@ -21,7 +21,6 @@ Two parts also run alone, in one process, on files that are there; each has a --
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import signal
@@ -33,18 +32,20 @@ from typing import Any
 
 from bench import replay, step
 from bench.collective_study.fitted_series import as_json, draw, tables
+from bench.collective_study.measurement import measurements
 from bench.collective_study.memory import free_memory
 from bench.collective_study.points import model_of_points
 from bench.collective_study.results import read as read_results
 from bench.collective_study.shown_states import all_tables
 from bench.collective_study.tables import draw as draw_rows
-from bench.command.files import add_files, replace_json
+from bench.command.files import add_files, replace_json, write
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser, part_alone
 from bench.command.start import progress, run_alone, run_on_ranks
 from bench.report_page.page import page
 from bench.step_study import recorder
 from bench.timing.starting import neighbours
+from bench.traces import formats
 from commengine import Communicator
 from commengine.cost import FittedModel, Link
 from commengine.files.reading import read_json
@@ -72,6 +73,8 @@ AGAIN, INTERRUPTED = os.EX_TEMPFAIL, 130
 #: the load of other programs, in cores, beside which the ranks no longer have their cores to themselves. The start of
 #: the study's own ranks counts for up to 0.4 in the average over a minute.
 FREE = 0.5
+#: replays that do not count, and those that do
+REPLAYS = 3, 7
 #: steps at first, and at most; the share of the study's time that goes to them
 FEWEST, MOST, STEP_SHARE = 5, 100, 0.25
 
@@ -97,7 +100,7 @@ def parser() -> OneLineParser:
 
 
 def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[str, int]) -> dict[str, Any]:
-    """The options, the step's words and the study so far, as JSON types. Raises ValueError or UsageError."""
+    """The options, the step's settings and the study so far, as JSON types. Raises ValueError or UsageError."""
     given, rest = parser().parse_known_args(argv)
     if world_size < 2:
         raise ValueError("a study needs 2 ranks or more: start it with mpiexec -n 2, or srun")
@@ -110,7 +113,11 @@ def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[st
     record = folder.open_record(Path(given.folder), settings, overwrite=given.overwrite)
     # Going on, the memory that is free now may be less.
     largest = record.numbers.setdefault("largest", largest)
-    return vars(given) | {"words": on_host, "dtype": dtype, "node": node, "largest": largest, "record": asdict(record)}
+    return (
+        vars(given)
+        | recorder.to_json(config)
+        | {"dtype": dtype, "node": node, "largest": largest, "record": asdict(record)}
+    )
 
 
 @contextlib.contextmanager
@@ -162,8 +169,8 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
             on_rank_zero(world, lambda: fit_rows(rows, surroundings))
 
         finish("fit", fit)
-        finish("step", lambda: trace_steps(world, given, budget))
-        finish("replay", lambda: replay_step(world, place))
+        finish("step", lambda: trace_steps(world, given, surroundings, budget))
+        finish("replay", lambda: replay_step(world, place, surroundings))
         sweep.measure_again()
         finish("fit", fit)
         on_rank_zero(world, save)
@@ -187,7 +194,7 @@ def fit_rows(results: Path, surroundings: dict[str, Any]) -> None:
     """Fit what was measured, and draw it. On rank 0."""
     series, source = read_results(results)
     fitted, _ = fitting.fit_all([one for one in series if one.ranks > 1])
-    rows = read_json(results)["rows"]
+    rows = measurements(read_json(results)["rows"])
     measured = "\n\n".join(["# Collectives", *(f"```\n{text}\n```" for text in all_tables(rows)), ""])
     results.with_suffix(".md").write_text(measured, encoding="utf-8")
     draw_rows(rows).savefig(results.with_suffix(".png"), dpi=110)
@@ -198,12 +205,15 @@ def fit_rows(results: Path, surroundings: dict[str, Any]) -> None:
     replace_json(results.with_name("model.json"), as_json(fitted, source, Path(results.name), surroundings))
 
 
-def trace_steps(world: Communicator, given: Namespace, budget: sizes.Budget) -> None:
+def trace_steps(world: Communicator, given: Namespace, surroundings: dict[str, Any], budget: sizes.Budget) -> None:
     """Trace FEWEST steps, and then as many as there is time for, as bench.step does. Collective."""
     place = Path(given.folder)
-    files = ["--json", str(place / "step.json"), "--output", str(place / "step.md")]
-    files += ["--timeline", str(place / "step.png"), "--save", str(place / folder.RECORDING), "--overwrite"]
-    kind = ["--model", given.model] if given.model else []
+    files = {"json": "step.json", "output": "step.md", "timeline": "step.png", "save": folder.RECORDING}
+    options = {name: str(place / file) for name, file in files.items()} | {
+        "chrome": None,
+        "save_format": formats.DEFAULT,
+    }
+    options |= {"model": given.model, "config": given.config}
 
     def again() -> int:
         seconds, _ = answers.step_here(read_json(place / "step.json"))
@@ -211,24 +221,22 @@ def trace_steps(world: Communicator, given: Namespace, budget: sizes.Budget) -> 
         return min(MOST, int(room / seconds))
 
     def trace(warmup: int, steps: int) -> None:
-        words = ["--warmup", str(warmup), "--steps", str(steps), *files, *kind, *given.words]
-        quietly(lambda: step.main(world, words))
+        recording = place / folder.RECORDING
+        on_rank_zero(world, lambda: recorder.make_folder(recording, "DIR", formats.WRITTEN.values(), overwrite=True))
+        step.run(world, surroundings, options | {"warmup": warmup, "steps": steps}, write)
 
     trace(2, FEWEST)
     if (count := on_rank_zero(world, again)) >= 2 * FEWEST:
         trace(3, count)
 
 
-def replay_step(world: Communicator, place: Path) -> None:
+def replay_step(world: Communicator, place: Path, surroundings: dict[str, Any]) -> None:
     """Run the step's collectives without the compute, as bench.replay does. Collective."""
-    files = ["--json", str(place / "replay.json"), "--output", str(place / "replay.md")]
-    quietly(lambda: replay.main(world, [str(place / folder.RECORDING), *files]))
-
-
-def quietly(run: Callable[[], object]) -> None:
-    """Run another command without its tables, which the page shows."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        run()
+    recording = place / folder.RECORDING
+    data = on_rank_zero(world, lambda: formats.read(recording))
+    options = {"trace": str(recording), "data": data, "warmup": REPLAYS[0], "rounds": REPLAYS[1], "scale": False}
+    files = {"json": str(place / "replay.json"), "output": str(place / "replay.md")}
+    replay.run(world, surroundings, options | files, write)
 
 
 # ---- the answers
@@ -239,7 +247,7 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
     place = Path(given.folder)
     parts = ("collectives", "step", "replay", "model")
     results, stepped, replayed, model = (read_json(place / f"{name}.json") for name in parts)
-    rows, states = results["rows"], " ".join(results.get("states", [])).removeprefix("- ")
+    rows, states = measurements(results["rows"]), " ".join(results.get("states", [])).removeprefix("- ")
     priced = answers.cost(rows, states)
     load = record.numbers["load"] = max(record.numbers.get("load", 0.0), surroundings["load_average_before"])
     cores = os.cpu_count() or 1

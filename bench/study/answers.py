@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.collective_study.comparable import SIGNS, signs, why_not
-from bench.collective_study.tables import WORDS, Row, interval_percent, size_label
+from bench.collective_study.measurement import SIGNS, Measurement
+from bench.collective_study.tables import WORDS, size_label
 
 from .projection import MeasuredMachine, ProjectedStep, step_on
 
@@ -27,25 +27,25 @@ RANKS = (8, 64, 512)
 MARGIN = 0.05
 
 
-def by_operation(rows: Sequence[Row]) -> dict[str, dict[int, dict[str, Row]]]:
+def by_operation(rows: Sequence[Measurement]) -> dict[str, dict[int, dict[str, Measurement]]]:
     """The fastest row of each operation, size (ascending) and transport."""
-    found: dict[str, dict[int, dict[str, Row]]] = {row["operation"]: {} for row in rows}
-    for row in sorted(rows, key=lambda row: (row["bytes"], -row["seconds"]["p50"])):  # the fastest comes last
-        found[row["operation"]].setdefault(row["bytes"], {})[row["transport"]] = row
+    found: dict[str, dict[int, dict[str, Measurement]]] = {row.operation: {} for row in rows}
+    for row in sorted(rows, key=lambda row: (row.bytes, -row.p50)):  # the fastest comes last
+        found[row.operation].setdefault(row.bytes, {})[row.transport] = row
     return found
 
 
-def counted(ways: dict[str, Row]) -> dict[str, Row]:
+def counted(ways: dict[str, Measurement]) -> dict[str, Measurement]:
     """The rows of one size that may be compared, by way."""
-    return {way: row for way, row in ways.items() if not why_not(row)}
+    return {way: row for way, row in ways.items() if not row.why_not}
 
 
-def fastest(ways: dict[str, Row]) -> Row:
+def fastest(ways: dict[str, Measurement]) -> Measurement:
     """The row of the fastest way."""
-    return min(ways.values(), key=lambda row: float(row["seconds"]["p50"]))
+    return min(ways.values(), key=lambda row: row.p50)
 
 
-def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
+def stretches(sizes: dict[int, dict[str, Measurement]]) -> list[tuple[int, str]]:
     """(size, way) from which size on each way is the fastest, ascending.
 
     A way stays the answer until another is faster by more than MARGIN and the 95% intervals do not overlap. Rows that
@@ -61,14 +61,14 @@ def stretches(sizes: dict[int, dict[str, Row]]) -> list[tuple[int, str]]:
         if mine is None and found and found[-1][1] in all_ways:
             continue
         if mine is not None:
-            close = mine["seconds"]["p50"] <= (1 + MARGIN) * best["seconds"]["p50"]
-            if close or (mine.get("ci") and best.get("ci") and mine["ci"][0] <= best["ci"][1]):
+            close = mine.p50 <= (1 + MARGIN) * best.p50
+            if close or (mine.ci and best.ci and mine.ci[0] <= best.ci[1]):
                 continue
-        found.append((size, best["transport"]))
+        found.append((size, best.transport))
     return found
 
 
-def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
+def cost(rows: Sequence[Measurement], states: str = "") -> dict[str, str]:
     """What a collective costs: the fastest way at a few sizes. states: of the machine, in a sentence.
 
     A row that may not be compared stands, with its sign, where there is no other.
@@ -86,14 +86,14 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
         for size in shown:
             here = sizes[_nearest(sizes, size)]  # sizes are rounded to whole elements
             best = fastest(counted(here) or here)
-            mine = signs(best)
+            mine = best.signs
             marks.update(mine)
-            known = f" +-{interval_percent(best):.1f}%" if best["ci"] and "?" not in mine else " "
-            cells.append(f"{time_label(best['seconds']['p50'])}{known}{mine}")
-        lines.append(f"| {operation} | {' | '.join(cells)} | {best['busbw'] / 1e9:.3g} GB/s{mine} |")
+            known = f" +-{best.interval_percent:.1f}%" if best.ci and "?" not in mine else " "
+            cells.append(f"{time_label(best.p50)}{known}{mine}")
+        lines.append(f"| {operation} | {' | '.join(cells)} | {(best.busbw or math.nan) / 1e9:.3g} GB/s{mine} |")
     first = rows[0]
     text = (
-        f"Medians of the slowest of {first['ranks']} ranks, {first['dtype']}, by the fastest way at each size; +- is "
+        f"Medians of the slowest of {first.ranks} ranks, {first.dtype}, by the fastest way at each size; +- is "
         "half of the 95% interval."
     )
     text += f" {states}" if states else ""
@@ -101,7 +101,7 @@ def cost(rows: Sequence[Row], states: str = "") -> dict[str, str]:
     return {"question": COST, "answer": "\n".join([*lines, "", text])}
 
 
-def ways(rows: Sequence[Row]) -> dict[str, str]:
+def ways(rows: Sequence[Measurement]) -> dict[str, str]:
     """Which way is fastest from which size on."""
     table = by_operation(rows)
     every = [size for sizes in table.values() for size in sizes]
@@ -120,31 +120,31 @@ def ways(rows: Sequence[Row]) -> dict[str, str]:
     )
     cells = "".join(lines[2:])
     missing = [operation for operation, sizes in table.items() if not any("mpi4py" in one for one in sizes.values())]
-    text += f"; -: MPI has no {', '.join(missing)} of {rows[0]['dtype']}." if missing else "."
+    text += f"; -: MPI has no {', '.join(missing)} of {rows[0].dtype}." if missing else "."
     text += f" *: {SIGNS['*']}." if "*" in cells else ""
-    if left := Counter(why_not(row) for row in rows if why_not(row)):
+    if left := Counter(row.why_not for row in rows if row.why_not):
         said = "; ".join(f"{count}: {why}" for why, count in left.items())
         text += f" {left.total()} of {len(rows)} rows count in no comparison ({said})."
     return {"question": WAYS, "answer": "\n".join([*lines, "", text])}
 
 
-def _in_words(found: Sequence[tuple[int, str]], sizes: dict[int, dict[str, Row]]) -> str:
+def _in_words(found: Sequence[tuple[int, str]], sizes: dict[int, dict[str, Measurement]]) -> str:
     """Stretches in words: "plain MPI, window from 1 MB"; a sign is that of the row where the way begins."""
     words = [
-        WORDS.get(way, way) + (f" from {size_label(size)}" if number else "") + signs(sizes[size][way])
+        WORDS.get(way, way) + (f" from {size_label(size)}" if number else "") + sizes[size][way].signs
         for number, (size, way) in enumerate(found)
     ]
     return ", ".join(words) or "-"
 
 
-def _gain(found: dict[str, Row]) -> str:
+def _gain(found: dict[str, Measurement]) -> str:
     """How many times as fast as plain MPI the fastest way is, of rows that may be compared."""
     ways = counted(found)
     if "mpi4py" not in ways:
         return "-"
     best = fastest(ways)
-    sign = "*" if signs(best) or signs(ways["mpi4py"]) else ""
-    return f"{ways['mpi4py']['seconds']['p50'] / best['seconds']['p50']:.2f}x{sign}"
+    sign = "*" if best.signs or ways["mpi4py"].signs else ""
+    return f"{ways['mpi4py'].p50 / best.p50:.2f}x{sign}"
 
 
 def share(step: dict[str, Any], replay: dict[str, Any], about: str) -> dict[str, str]:

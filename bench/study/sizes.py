@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import collectives
+from bench.collective_study.measurement import measurements
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.results import FORMAT
 from bench.command.files import replace_json
@@ -126,7 +127,7 @@ class Sweep:
 
         def following(done: dict[str, Any]) -> tuple[Unit, float] | None:
             left, tries = self.budget.left - reserve, tries_of(done)
-            unit = kept.worst(done["rows"], tries) if left > CELL_SECONDS[1] else None
+            unit = kept.worst(measurements(done["rows"]), tries) if left > CELL_SECONDS[1] else None
             if unit is None:
                 return None
             seconds = min(CELL_SECONDS[1] * 2 ** min(tries.get(unit, 0), 10), left / (REAL * len(TRANSPORTS)))
@@ -155,8 +156,10 @@ class Sweep:
                 call = CollectiveCall.of(operation, DTYPES[self.dtype], "sum", 0, world.size, size)
                 now = replace(place, stopping=replace(place.stopping, seconds=seconds))
                 rows, skipped = measure_call(now, call, transports, [True], seed=size)
-                new = [row | {"state_seen": row["state"], "asked_bytes": size} for row in rows]
-                done["rows"], done["other_rows"] = kept.split([*done["rows"], *done["other_rows"], *new], place.states)
+                new = [row.but(state_seen=row.state, asked_bytes=size) for row in rows]
+                before = measurements([*done["rows"], *done["other_rows"]])
+                best, others = kept.split([*before, *new], place.states)
+                done["rows"], done["other_rows"] = ([row.to_json() for row in some] for some in (best, others))
                 if [operation, size] in done["units"]:
                     tries = tries_of(done)
                     tries[operation, size] = tries.get((operation, size), 0) + 1
@@ -190,6 +193,6 @@ def older(path: Path) -> dict[str, Any]:
     found = read_file(path) if path.exists() else {"rows": [], "units": [], "skipped": []}
     with fault_in(f"DIR: {path}: damaged; give --overwrite to begin anew"):
         done = {name: found[name] if name in ("rows", "units", "skipped") else found.get(name, []) for name in KEPT}
-        kept.worst(kept.split([*done["rows"], *done["other_rows"]], None)[0], tries_of(done))
+        kept.worst(kept.split(measurements([*done["rows"], *done["other_rows"]]), None)[0], tries_of(done))
         [(float(one["seconds_8_bytes"]), int(one["probes"]), one["part_of"]) for one in done["states_seen"]]
     return done

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.collective_study.measurement import measurements
 from bench.collective_study.measuring import overlap_percent
 from bench.collective_study.results import read
 from bench.collective_study.tables import readable, table
@@ -125,7 +126,7 @@ def test_a_broken_transport_shows(world, by_clock):
     rows, _ = measure_call(place, call, transports, [False, True], 0)
     assert bool(rows) == (world.rank == 0)
     if world.rank == 0:
-        wrong = {(row["transport"], row["in_place"]): row["wrong"] for row in rows}
+        wrong = {(row.transport, row.in_place): row.wrong for row in rows}
         assert wrong["engine", False] == wrong["engine", True] == 0
         assert wrong["broken", False] == wrong["broken", True] == 1
         assert wrong["idle", False] == 1000 * world.size
@@ -367,7 +368,7 @@ def test_groups_of_a_grid_side_by_side_with_overlap(tmp_path):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     streamed = [row["overlap"] for row in result["rows"] if "overlap" in row]
     assert all(0 <= one["percent"] <= 100 and one["overall"] > 0 < one["compute"] for one in streamed)
-    assert "pure comm" in table(result["rows"])
+    assert "pure comm" in table(measurements(result["rows"]))
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.5, 1.9), (0.02, 5), (3, 70_000), (101.2, 101.9)])

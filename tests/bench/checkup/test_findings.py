@@ -7,11 +7,13 @@ import sys
 import pytest
 
 from bench.checkup.findings import ADVICE, WRONG, findings
+from bench.collective_study.measurement import measurements
 from tests.support import mpirun
 
 DEVICE = {"name": "eth0", "mbit_per_s": 10000}
 GPU = "NVIDIA H100 80GB HBM3 (79.1 GiB)"
-ROW = {"group": "world", "ranks": 4, "operation": "sendrecv", "transport": "engine", "bytes": 4 << 20, "wrong": 0}
+ROW = {"group": "world", "ranks": 4, "operation": "sendrecv", "transport": "engine", "bytes": 4 << 20, "wrong": 0,
+       "seconds": {"p50": 1e-3}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def healthy():
 
 
 def texts(ranks, rows=()):
-    return [f"{one.level}: {one.text} -> {one.change}" for one in findings(ranks, rows)]
+    return [f"{one.level}: {one.text} -> {one.change}" for one in findings(ranks, measurements(rows))]
 
 
 @pytest.mark.slow

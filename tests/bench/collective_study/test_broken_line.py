@@ -7,7 +7,8 @@ import pytest
 
 from bench.collective_study import broken_line, piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, in_words, tables
-from bench.collective_study.results import KEY, Series
+from bench.collective_study.measurement import Way
+from bench.collective_study.results import Series
 from commengine.cost import FittedModel
 
 #: us of an all_gather of 2 ranks that was measured at 4 bytes to 64 MB: its cache is full at 1 MB, and at 16 MB
@@ -18,10 +19,10 @@ MEASURED = [
 SIZES = np.array([4.0 * 2**k for k in range(25)])
 
 
-def series(microseconds, errors=None):
-    key = dict.fromkeys(KEY) | {"operation": "all_gather", "ranks": 2, "transport": "engine", "in_place": True}
+def series(microseconds, errors=None, transport="engine"):
+    way = Way("all_gather", 2, transport, in_place=True)
     times = 1e-6 * np.array(microseconds)
-    return Series(key, SIZES[: len(times)], times, np.full(len(times), 0.01) if errors is None else errors)
+    return Series(way, SIZES[: len(times)], times, np.full(len(times), 0.01) if errors is None else errors)
 
 
 def fitted(*args):
@@ -51,8 +52,7 @@ def test_the_model_follows_times_that_no_alpha_and_beta_give():
 
 def test_the_model_has_the_series_of_the_engine_and_not_of_windows():
     engine = fitted(MEASURED)
-    other = series([value / 2 for value in MEASURED])
-    other.key["transport"] = "shared"
+    other = series([value / 2 for value in MEASURED], transport="shared")
     window = FittedSeries(other, piecewise.fit(other.sizes, other.seconds, other.errors))
     both, alone = (
         FittedModel.from_json(as_json(found, {}, "results.json", {})) for found in ([engine, window], [engine])

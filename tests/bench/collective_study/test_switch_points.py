@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from bench.collective_study.measurement import measurements
 from bench.collective_study.switch_points import SIZES, cells_of, parse, switch_point
 from commengine.host.switch_points import NEVER, Key, Point, SwitchPoints
 from tests.support import mpirun
@@ -12,11 +13,19 @@ from tests.support import mpirun
 
 def of(sizes, mpi, way, state="", name="window"):
     """The rows of one series in a state."""
-    return [
-        {"bytes": size, "state": state or None, "iterations": 9, "transport": transport, "seconds": {"p50": spent}}
+    return measurements(
+        {
+            "operation": "all_reduce",
+            "ranks": 2,
+            "bytes": size,
+            "state": state or None,
+            "iterations": 9,
+            "transport": transport,
+            "seconds": {"p50": spent},
+        }
         for size, times in zip(sizes, zip(mpi, way, strict=True), strict=True)
         for transport, spent in zip(("mpi", name), times, strict=True)
-    ]
+    )
 
 
 def chosen(mpi, way):
@@ -38,7 +47,7 @@ def test_choice_is_the_least_total():
 def test_the_state_with_the_least_gain_counts():
     """A way that loses in one of two states is not taken there; a state without a row of a way has no cell."""
     rows = of([10, 20], [4.1, 9.0], [5.0, 6.0], "state 1") + of([10, 20], [9.0, 20.0], [6.0, 8.0], "state 2")
-    cells = cells_of([*rows, rows[0] | {"state": "state 3"}], "p50")
+    cells = cells_of([*rows, rows[0].but(state="state 3")], "p50")
     assert [(cell["bytes"], cell["state"]) for cell in cells] == [
         (10, "state 1"), (10, "state 2"), (20, "state 1"), (20, "state 2")
     ]  # fmt: skip

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from bench.collective_study.measurement import measurements
 from bench.contest import __main__ as command
 from bench.contest.rivals import CONTEST, cases_of, draw
 from bench.transports import environments
@@ -19,7 +20,7 @@ def row(transport, seconds, *, nbytes=8, dtype="float32", wrong=0, state=None, i
 
 
 def cells(*rows):
-    return list(cases_of("all_reduce", rows))
+    return list(cases_of("all_reduce", measurements(rows)))
 
 
 def page(tmp_path, *rows, skipped=()):

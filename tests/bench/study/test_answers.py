@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
+from bench.collective_study.measurement import Measurement
 from bench.collective_study.points import model_of_points
 from bench.study import answers, folder, sizes
 from bench.study.projection import MeasuredMachine, step_on
@@ -14,11 +15,10 @@ from trainers.settings.commands import GPTSettings
 
 
 def row(size, transport, spent, *, width=0.01, operation="all_reduce", ranks=2, converged=True):
-    return {
-        "operation": operation, "transport": transport, "bytes": size, "ranks": ranks, "dtype": "float32",
-        "seconds": {"p50": spent}, "ci": [spent * (1 - width), spent * (1 + width)], "converged": converged,
-        "busbw": size / spent,
-    }  # fmt: skip
+    return Measurement(
+        operation=operation, transport=transport, bytes=size, ranks=ranks, dtype="float32", seconds={"p50": spent},
+        ci=(spent * (1 - width), spent * (1 + width)), converged=converged, busbw=size / spent,
+    )  # fmt: skip
 
 
 def test_every_size_comes_once_the_coarse_ones_first():
@@ -47,13 +47,13 @@ def test_a_way_is_the_answer_until_another_is_faster_for_certain():
     assert answers.stretches(found) == [(4, "mpi4py"), (1 << 20, "shared"), (1 << 24, "engine")]
     said = answers.ways(rows)["answer"]
     assert "MPI has no" not in said
-    half = [one | {"dtype": "bfloat16"} for one in rows if one["transport"] != "mpi4py"]
+    half = [one.but(dtype="bfloat16") for one in rows if one.transport != "mpi4py"]
     assert "-: MPI has no all_reduce of bfloat16." in answers.ways(half)["answer"]
     assert "| all_reduce | plain MPI, window from 1 MB, engine from 16 MB* | plain MPI, engine from 1 MB |" in said
     assert "engine from 1 MB | 3.00x | 1.12x* |" in said
-    priced = answers.cost([*rows[:-1], rows[-1] | {"disturbed": True}], "One state.")["answer"]
+    priced = answers.cost([*rows[:-1], rows[-1].but(disturbed=True)], "One state.")["answer"]
     assert "| 9 ms +-1.0% | 1.86 GB/s |" in priced and "~" not in priced  # the other row counts
-    other = [one | {"disturbed": True} if one["bytes"] == 1 << 24 else one for one in rows]
+    other = [one.but(disturbed=True) if one.bytes == 1 << 24 else one for one in rows]
     priced = answers.cost(other, "One state.")["answer"]
     assert "+-1.0%~* | 2.1 GB/s~*" in priced and " One state. ~: measured in another state only. *:" in priced
     said = answers.ways(other)["answer"]
@@ -92,9 +92,9 @@ def test_rows_of_another_state_and_of_few_calls_switch_nothing_and_move_no_model
         for way in ("mpi4py", "engine")
     ]  # fmt: skip
     for wrong in ({"disturbed": True}, {"iterations": 3}):
-        at_16 = rows[2] | wrong | {"seconds": {"p50": 32e-6}}
+        at_16 = rows[2].but(seconds={"p50": 32e-6}, **wrong)
         slow = [*rows[:2], at_16, *rows[3:]]
-        fast = [*rows, row(16, "engine", 1e-6) | wrong, row(64, "engine", 1e-6) | wrong]
+        fast = [*rows, row(16, "engine", 1e-6).but(**wrong), row(64, "engine", 1e-6).but(**wrong)]
         for given in (slow, fast):
             (found,) = answers.by_operation(given).values()
             assert answers.stretches(found) == [(8, "mpi4py")]
@@ -105,9 +105,9 @@ def test_rows_of_another_state_and_of_few_calls_switch_nothing_and_move_no_model
 
 
 def test_a_model_of_points_has_one_dtype_and_one_state_whatever_the_order():
-    rows = [row(size, "engine", 5e-6 + 1e-9 * size) | {"state": "state 1", "iterations": 90} for size in (8, 1024)]
-    others = [one | {"state": "state 2", "iterations": 40, "seconds": {"p50": 1e-6}} for one in rows]
-    others += [one | {"dtype": "bfloat16", "seconds": {"p50": 1e-6}} for one in rows]
+    rows = [row(size, "engine", 5e-6 + 1e-9 * size).but(state="state 1", iterations=90) for size in (8, 1024)]
+    others = [one.but(state="state 2", iterations=40, seconds={"p50": 1e-6}) for one in rows]
+    others += [one.but(dtype="bfloat16", seconds={"p50": 1e-6}) for one in rows]
     assert model_of_points([*rows, *others]) == model_of_points([*others, *rows]) == model_of_points(rows)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, draw, tables
+from bench.collective_study.measurement import Measurement, Way
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
-from bench.collective_study.results import KEY, Series, read
+from bench.collective_study.results import Series, read
 from bench.collective_study.tables import draw as collectives_picture
 from bench.study import fitting
 from commengine import cost
@@ -32,7 +33,7 @@ def row(size, spent, spread=0.02, **other):
     statistics = dict.fromkeys(("p50", "p95", "p99", "min", "max", "mean"), spent)
     return {
         "operation": "all_reduce", "transport": "engine", "group": "world", "ranks": 2, "dtype": "float32",
-        "redop": "sum", "root": None, "in_place": True, "bytes": size, "count": size // 4, "iterations": 100,
+        "redop": "sum", "root": None, "in_place": True, "bytes": int(size), "count": int(size) // 4, "iterations": 100,
         "seconds": statistics, "ci": [spent - half, spent + half],
         "algbw": size / spent, "busbw": size / spent, "wrong": 0,
     } | other  # fmt: skip
@@ -196,7 +197,7 @@ def test_very_noisy_times_are_fitted_and_the_model_is_json(bounded, tmp_path, mo
         (lambda d: d["rows"][1]["seconds"].update(p50=0), (), "seconds.p50=0.0: a time is above 0"),
         (lambda d: d["rows"][1]["seconds"].update(p50=math.nan), (), "seconds.p50=nan: should be a finite number"),
         (lambda d: d["rows"][1].update(seconds=1.0), (), "rows[1]: seconds=1.0: should be an object"),
-        (lambda d: d["rows"][1].update(bytes="8"), (), "bytes='8': should be a valid number"),
+        (lambda d: d["rows"][1].update(bytes="8"), (), "bytes='8': should be a valid integer"),
         (lambda d: d["rows"][1].update(ci=[2, 1]), (), "ci=[2.0, 1.0]: the low end is above"),
         (lambda d: d["rows"][1].update(ci=3), (), "ci=3: should be"),
         (lambda d: d["rows"][1].update(wrong=4), (), "had 4 wrong values"),
@@ -307,15 +308,10 @@ def test_file_that_is_none_is_named(tmp_path, capsys):
 
 
 def test_an_end_that_the_data_do_not_bound_reads_0_or_infinity():
-    key = dict.fromkeys(KEY) | {
-        "operation": "all_reduce",
-        "ranks": 2,
-        "transport": "engine",
-        "in_place": True,
-    }
+    way = Way("all_reduce", 2, "engine", in_place=True)
     sizes = np.array([8.0, 64.0, 512.0])
     segment = FittedSegment(0.0, (0.0, 0.0), 1e-6, (0.0, math.inf), 1e-9, (0.0, math.inf))
-    series = Series(key, sizes, 1e-6 + 1e-9 * sizes, np.zeros(3))
+    series = Series(way, sizes, 1e-6 + 1e-9 * sizes, np.zeros(3))
     fitted = FittedSeries(series, PiecewiseFit((segment,), (0.0, 0.0, 0.0), 0.0))
     row = list(tables([fitted]))[2]
     assert "| 1 [0 to infinity] | 1 [0 to infinity] |" in row
@@ -356,15 +352,12 @@ def test_fits_have_the_lines_of_the_collectives_and_legends_beside_them():
     fitted, rows = [], []
     for transport in ("engine", "mpi4py"):
         for in_place in (False, True):
-            key = dict.fromkeys(KEY) | {
-                "operation": "all_reduce", "ranks": 2, "transport": transport, "in_place": in_place, "redop": "sum",
-                "dtype": "float32",
-            }  # fmt: skip
+            way = Way("all_reduce", 2, transport, dtype="float32", redop="sum", in_place=in_place)
             times = 1e-6 + 1e-9 * sizes
-            series = Series(key, sizes, times, np.full(4, 0.01))
+            series = Series(way, sizes, times, np.full(4, 0.01))
             fitted.append(FittedSeries(series, piecewise.fit(series.sizes, series.seconds, series.errors)))
             rows += [
-                key | {"bytes": int(size), "seconds": {"p50": spent}, "busbw": size / spent}
+                Measurement(**way._asdict(), bytes=int(size), seconds={"p50": spent}, busbw=size / spent)
                 for size, spent in zip(sizes, times, strict=True)
             ]
     looks = []
@@ -382,8 +375,8 @@ def test_fits_have_the_lines_of_the_collectives_and_legends_beside_them():
 def test_a_line_between_two_sizes_has_no_residual() -> None:
     ends = (1.0, 1.0)
     parts = tuple(FittedSegment(start, ends, 1e-6, ends, 1e-9, ends) for start in (0.0, 20.0, 24.0))
-    sizes, key = np.array([8.0, 16.0, 32.0]), dict.fromkeys(KEY) | {"operation": "all_reduce", "ranks": 2}
-    series = Series(key, sizes, np.full(3, 1e-6), np.full(3, 0.01))
+    sizes = np.array([8.0, 16.0, 32.0])
+    series = Series(Way("all_reduce", 2, None), sizes, np.full(3, 1e-6), np.full(3, 0.01))
     found = [*tables([FittedSeries(series, PiecewiseFit(parts, (0.5, 0.0, 0.25), 0.0))])]
     assert [line.split("|")[-3:-1] for line in found[2:5]] == [
         [" 35.4% ", " +50.0% "],

@@ -13,9 +13,8 @@ from tests.bench.timing.test_states import states
 
 
 def seen(size, state, width=0.01, *, converged=True, spent=2e-6):
-    return row(size, "engine", spent, width=width, converged=converged) | {
-        "state": state, "state_seen": state, "asked_bytes": size - 1
-    }  # fmt: skip
+    about = {"state": state, "state_seen": state, "asked_bytes": size - 1}
+    return row(size, "engine", spent, width=width, converged=converged).but(**about)
 
 
 def two_states():
@@ -31,13 +30,13 @@ def test_rows_of_the_state_with_most_turns_count_and_others_are_marked():
     assert machine.main() == 1 and machine.shown() == [1, 0]
     measured = [seen(64, 0), seen(64, 1, 0.2, converged=False), seen(64, 1, 0.1), seen(128, 0)]
     kept, others = split(measured, machine)
-    assert [(one["bytes"], one["state"], one["state_seen"], one.get("disturbed")) for one in kept] == [
-        (64, None, 1, None), (128, None, 0, True)
+    assert [(one.bytes, one.state, one.state_seen, one.disturbed) for one in kept] == [
+        (64, None, 1, False), (128, None, 0, True)
     ]  # fmt: skip
-    assert kept[0]["ci"] == measured[2]["ci"] and others == measured[:2]
+    assert kept[0].ci == measured[2].ci and others == measured[:2]
     again, left = split([*kept, *others, seen(128, 1, 0.3, converged=False)], machine)  # as at the next unit
-    assert not any("disturbed" in one for one in again) and len(again) == 2 and len(left) == 3
-    assert split(measured, None)[0][0]["bytes"] == 64
+    assert not any(one.disturbed for one in again) and len(again) == 2 and len(left) == 3
+    assert split(measured, None)[0][0].bytes == 64
 
 
 def test_states_go_on_in_the_next_call():
@@ -52,7 +51,7 @@ def test_the_longest_interval_is_measured_again_and_the_rows_with_few_tries_firs
     rows = [seen(9, 0), seen(17, 0, 0.3, converged=False), seen(33, 0, 0.2, converged=False)]
     assert worst(rows, {}) == ("all_reduce", 16) and worst(rows[:1], {}) is None
     assert worst(rows, {("all_reduce", 16): 1}) == ("all_reduce", 32)
-    assert worst([*rows, seen(65, 0) | {"disturbed": True}], {}) == ("all_reduce", 64)
+    assert worst([*rows, seen(65, 0).but(disturbed=True)], {}) == ("all_reduce", 64)
 
 
 @pytest.mark.parametrize(

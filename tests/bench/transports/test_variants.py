@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.collective_study.measurement import measurements
 from bench.collective_study.tables import compare, table
 from tests.support import mpirun
 
@@ -58,21 +59,22 @@ def test_a_message_is_right_while_an_all_reduce_runs(mpi_world, operation, monke
 def row(transport, seconds, state=None, dtype="float32"):
     return {
         "operation": "all_reduce", "dtype": dtype, "redop": "sum", "in_place": True, "bytes": 8, "state": state,
-        "transport": transport, "seconds": {"p50": seconds},
+        "ranks": 2, "transport": transport, "seconds": {"p50": seconds},
     }  # fmt: skip
 
 
 def test_a_time_is_compared_with_that_of_the_same_call_in_the_same_state():
     rows = [row("engine", 3.0, "state 1"), row("mpi4py", 2.0, "state 1"), row("mpi4py", 8.0, "state 2")]
     rows += [row("engine", 4.0, "state 2"), row("engine", 1.0, "state 1", "bfloat16")]
-    assert [one.get("over") for one in compare(rows, "mpi4py")] == [1.5, 1.0, 1.0, 0.5, None]
+    rows = measurements(rows)
+    assert [one.over for one in compare(rows, "mpi4py")] == [1.5, 1.0, 1.0, 0.5, None]
     assert compare(rows, None) == rows
 
 
 def test_a_row_without_a_ratio_has_a_dash():
     times = dict.fromkeys(("p50", "p95", "p99", "min", "max"), 1e-06)
-    more = {"seconds": times, "ci": [1e-6, 1e-6], "ranks": 2, "group": "world", "count": 2, "root": -1, "wrong": 0,
+    more = {"seconds": times, "ci": [1e-6, 1e-6], "group": "world", "count": 2, "root": -1, "wrong": 0,
             "algbw": 1e9, "busbw": 1e9, "converged": True, "iterations": 20}  # fmt: skip
-    rows = [row("engine", 0.0) | more | {"over": 1.25}, row("memory", 0.0) | more]
+    rows = measurements([row("engine", 0.0) | more | {"over": 1.25}, row("memory", 0.0) | more])
     heads, _, first, second = table(rows).splitlines()[1:]
     assert heads.endswith(" over") and first.endswith(" 1.25") and second.endswith(" -")

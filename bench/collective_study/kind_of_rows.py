@@ -1,0 +1,63 @@
+"""The one dtype, reduction and state of the measurements that a model is made of, whatever their order in a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bench.collective_study.measurement import Way
+from commengine import UsageError
+
+
+@dataclass(frozen=True)
+class KindOfRows:
+    """The one dtype, reduction and state of the rows that a model is made of. None: the rows do not say.
+
+    words: a sentence about a choice among several, "" if there was none.
+    """
+
+    dtype: str | None
+    redop: str | None
+    state: str | None
+    words: str = ""
+
+    @staticmethod
+    def of(measured: Iterable[tuple[Way, int | None]], **given: str | None) -> KindOfRows:
+        """The kind of (way, calls) that were measured: what is ``given``, or else float32, sum, and most calls.
+
+        Of several states the one counts in which most calls were made, and of equal ones the first by name. Raises
+        UsageError that names the option if none is given of several dtypes without float32, or reductions without sum,
+        and for one that no row has.
+        """
+        calls: dict[str, Counter[str]] = {name: Counter() for name in ("dtype", "redop", "state")}
+        for way, count in measured:
+            for name, found in calls.items():
+                if (value := getattr(way, name)) not in (None, "none"):
+                    found[str(value)] += max(1, count or 1)
+        chosen: dict[str, str | None] = {}
+        said = []
+        for name, found in calls.items():
+            usual = {"dtype": "float32", "redop": "sum"}.get(name)
+            there = sorted(found)
+            if (wanted := given.get(name)) is not None:
+                if wanted not in found:
+                    said_there = ", ".join(there) or "none"
+                    raise UsageError(f"--{name} {wanted}: not among the results, which have {said_there}")
+                chosen[name] = wanted
+            elif len(there) < 2:
+                chosen[name] = there[0] if there else None
+            elif usual is None:
+                chosen[name] = min(there, key=lambda one: (-found[one], one))
+            elif usual in found:
+                chosen[name] = usual
+            else:
+                raise UsageError(f"--{name}: the results have several; give one of {', '.join(there)}")
+            if len(there) > 1:
+                said.append(f"{chosen[name]} of {', '.join(there)} (--{name} chooses)")
+        return KindOfRows(**chosen, words=f"the model has {'; '.join(said)}" if said else "")
+
+    def has(self, way: Way) -> bool:
+        """Whether a way is of this kind. One that has no dtype, reduction or state is of every kind."""
+        fields = ((getattr(way, name), getattr(self, name)) for name in ("dtype", "redop", "state"))
+        return all(mine in (None, "none") or str(mine) == wanted for mine, wanted in fields)
