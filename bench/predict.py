@@ -36,7 +36,6 @@ from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
 from bench.command.start import run_alone, user_errors
 from bench.prediction import own_machine, paper, paper_2021, plan
-from bench.prediction.layout import Layout
 from bench.prediction.model_cost import slowdown
 from bench.prediction.options import (
     DEFAULTS,
@@ -54,7 +53,7 @@ from bench.prediction.step_report import calibration, describe, numbers_of
 from commengine.options.declared import flag_of
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import between
-from tplayers.formulas import TransformerShape, parameters
+from tplayers.formulas import StepLayout, TransformerShape, parameters
 from trainers import presets
 from trainers.settings.layout import METHODS
 
@@ -215,7 +214,7 @@ def _context(arguments: Any, shape: TransformerShape, cluster: Cluster) -> dict[
     return _surroundings() | {"model": model, "cluster": machine}
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
+def _layout(layout: StepLayout) -> dict[str, Any]:
     return asdict(layout) | {"gpus": layout.ranks, "global_batch_size": layout.batch}
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from bench.clusters.cluster import load
 from bench.prediction import paper
-from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
 from tests.support.mpirun import ROOT
 from tplayers import formulas
+from tplayers.formulas import StepLayout
 from trainers.presets import FINETUNING, PRESETS
 
 PAGE = (ROOT / "docs" / "paper.md").read_text()
@@ -86,7 +86,7 @@ def test_days_are_those_that_the_command_computes():
 )
 def test_steps_of_berts_are_those_that_the_command_computes(name, gpus, micro_batch):
     preset = PRESETS[name]
-    layout = Layout(tensor=preset.tensor, data=gpus // preset.tensor, micro_batch=micro_batch, recompute="full")
+    layout = StepLayout(tensor=preset.tensor, data=gpus // preset.tensor, micro_batch=micro_batch, recompute="full")
     assert layout.batch == 1024
     cells = row("Table 4", name)
     assert cells[4] == str(gpus) and cells[5] == preset.published

@@ -5,97 +5,59 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from bench.clusters.cluster import Cluster, Device
 from bench.prediction.kernels import memory_seconds
-from bench.prediction.layout import Layout
 from commengine import cost
 from commengine.cost import FittedModel
-from tplayers import formulas
-from tplayers.formulas import StageShape, TransformerShape
+from tplayers.formulas import Collective, StepLayout, StepModel, TransformerShape
 
 
-def tensor_communication(
-    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, only: str = ""
-) -> float:
-    """The seconds of a micro-batch in which a device of the stage waits for its tensor group. only: of this phase."""
-    shape = replace(shape, layers=stage.layers, seq=shape.seq // layout.context)
-    place = place_of("tensor", layout.tensor, layout.replicas, cluster.machine.ranks_per_node, layout.pipeline)
-    run = formulas.tensor_parallel_collectives(
-        shape,
-        layout.micro_batch,
-        layout.tensor,
-        element_bytes=cluster.device.element_bytes,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        stops_early=stops_early(layout, cluster.device),
-    )
-    run += formulas.loss_collectives(shape, layout.micro_batch, layout.tensor)
-    run += formulas.key_value_collectives(
-        shape, layout.micro_batch, layout.tensor, element_bytes=cluster.device.element_bytes, recompute=layout.recompute
-    )
-    parts = {"layers", *(["embedding"] if stage.first else [])}
-    return sum(
-        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
-        for one in run
-        if (one.part in parts or (stage.last and one.part != "embedding")) and only in ("", one.phase)
-    )
+def megatron_step(shape: TransformerShape, layout: StepLayout, device: Device) -> StepModel:
+    """The collectives and the memory of the step on such devices, as Megatron-LM has them."""
+    size = device.element_bytes
+    return StepModel(
+        shape, layout, element_bytes=size, gradient_bytes=size, stops_early=stops_early(layout, device), together=False
+    )  # fmt: skip
 
 
-def context_communication(
-    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, attention: tuple[float, float],
-    only: str = "",
-) -> float:  # fmt: skip
-    """The seconds of a micro-batch in which a device of the stage waits for its context group. only: of this phase.
+def group_places(layout: StepLayout, node: int) -> dict[str, tuple[int, int]]:
+    """How the groups of a micro-batch's collectives lie on nodes of ``node`` ranks (`place_of`)."""
+    tensor, context, data, stages = layout.tensor, layout.context, layout.data, layout.pipeline
+    # The ranks of the two others lie as a data group's would: a tensor group apart, or a tensor and a context group.
+    return {
+        "tensor": place_of("tensor", tensor, layout.replicas, node, stages),
+        "context": place_of("data", tensor, context, node, stages * data),
+        "expert": place_of("data", tensor * context, layout.expert, node, stages * data // layout.expert),
+    }
+
+
+def communication(
+    run: Sequence[tuple[str, Collective]], layout: StepLayout, cluster: Cluster, attention: tuple[float, float]
+) -> dict[str, float]:
+    """The seconds in which a device waits for each group in a micro-batch. run: of `StepModel.of_microbatch`.
 
     attention: the seconds of a layer's attention, forward and backward. If the cluster hides communication, a message
-    travels while a block is computed, of which there are as many as ranks. The backward's last gradients travel beside
-    most of a rank's own block, and its first blocks beside the rest (`tplayers.context.blockwise`).
+    of a ring travels while a block is computed, of which there are as many as ranks. The backward's last gradients
+    travel beside most of a rank's own block, and its first blocks beside the rest (`tplayers.context.blockwise`).
     """
-    if layout.context == 1:
-        return 0.0
-    # The ranks of a context group lie as a data group's would: a tensor group apart.
-    node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data
-    place = place_of("data", layout.tensor, layout.context, node, others)
-    run = formulas.context_collectives(
-        replace(shape, layers=stage.layers), layout.micro_batch, layout.tensor, layout.context, layout.method,
-        element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
-    )  # fmt: skip
-    forward, backward = (seconds / layout.context for seconds in attention)
-    total = 0.0
-    for one in run:
-        if only not in ("", one.phase) or (one.part == "pooler" and not stage.last):
-            continue
+    places = group_places(layout, cluster.machine.ranks_per_node)
+    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    found = {group: 0.0 for group, size in sizes.items() if group == "tensor" or size > 1}
+    for name, one in run:
+        group = name.split("/")[0]
         beside = 0.0
-        if cluster.overlap and layout.method != "ulysses":
-            beside = backward if one.phase == "backward" else forward
-        alone = ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
-        total += one.count * max(0.0, alone - beside)
-    return total
+        if group == "context" and cluster.overlap and layout.method != "ulysses":
+            beside = attention[one.phase == "backward"] / layout.context
+        alone = ring_seconds(cluster, one.operation, one.size, one.ranks, *places[group])
+        found[group] += one.count * max(0.0, alone - beside)
+    return found
 
 
-def expert_communication(
-    shape: TransformerShape, layout: Layout, cluster: Cluster, stage: StageShape, only: str = ""
-) -> float:
-    """The seconds of a micro-batch in which a device of the stage waits for its expert group. only: of this phase."""
-    # The ranks lie as a data group's would: a tensor and a context group apart.
-    node, others = cluster.machine.ranks_per_node, layout.pipeline * layout.data // layout.expert
-    place = place_of("data", layout.tensor * layout.context, layout.expert, node, others)
-    run = formulas.expert_collectives(
-        replace(shape, layers=stage.layers, seq=shape.seq // layout.context), layout.micro_batch, layout.expert,
-        element_bytes=cluster.device.element_bytes, recompute=layout.recompute,
-    )  # fmt: skip
-    return sum(
-        one.count * ring_seconds(cluster, one.operation, one.size, one.ranks, *place)
-        for one in run
-        if only in ("", one.phase)
-    )
-
-
-def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[float]:
+def messages(shape: TransformerShape, layout: StepLayout, cluster: Cluster) -> list[float]:
     """The seconds of a message from each stage to the next, or back; the last one's next is the first.
 
     Ranks are numbered tensor first and pipeline last. Ranks that send to another node share its adapters.
@@ -116,14 +78,14 @@ def messages(shape: TransformerShape, layout: Layout, cluster: Cluster) -> list[
     ]
 
 
-def _leaves_its_node(stage: int, layout: Layout, node: int) -> bool:
+def _leaves_its_node(stage: int, layout: StepLayout, node: int) -> bool:
     """Whether a rank of the stage has its next one on another node."""
     width = layout.tensor * layout.replicas
     ranks = range(stage * width, (stage + 1) * width)
     return width >= node or any(rank // node != (rank + width) % layout.ranks // node for rank in ranks)
 
 
-def tied_embedding(shape: TransformerShape, layout: Layout, cluster: Cluster) -> float:
+def tied_embedding(shape: TransformerShape, layout: StepLayout, cluster: Cluster) -> float:
     """The seconds of the sum of the embedding's gradients over the first and the last stage."""
     if shape.untied or layout.pipeline == 1:
         return 0.0
@@ -133,26 +95,20 @@ def tied_embedding(shape: TransformerShape, layout: Layout, cluster: Cluster) ->
 
 
 def data_communication(
-    owned: float, apart: float, layers: int, layout: Layout, cluster: Cluster, under_backward: float, slow: float
+    owned: float, apart: float, layers: int, model: StepModel, cluster: Cluster, under_backward: float, slow: float
 ) -> tuple[float, float]:
     """The seconds of the gradients' reduction for which a device waits, and those that are hidden under backward.
 
     owned: the parameters of a rank that all replicas have. apart: those of its experts.
     """
+    layout = model.layout
     if layout.replicas == 1:
         return 0.0, 0.0
     node, size, first, total = cluster.machine.ranks_per_node, cluster.device.element_bytes, 0.0, 0.0
     for count, apart_by in ((owned, 1), (apart, layout.expert)):
-        ranks = layout.replicas // apart_by
-        place = place_of("data", layout.tensor * apart_by, ranks, node, layout.pipeline)
-        run = (
-            formulas.data_parallel_collectives(
-                count, ranks, gradient_bytes=size, parameter_bytes=size, zero1=layout.zero1
-            )
-            if count
-            else []
-        )
-        times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for one in run]
+        place = place_of("data", layout.tensor * apart_by, layout.replicas // apart_by, node, layout.pipeline)
+        run = model.of_gradients(count, experts=apart_by > 1)
+        times = [ring_seconds(cluster, one.operation, one.size, one.ranks, *place) for _, one in run]
         first, total = first + sum(times[:1]), total + sum(times)
     if not cluster.overlap:  # copied into one flat tensor, divided, and copied back
         return total + slow * memory_seconds(cluster.device, 6 * size * (owned + apart)), 0.0
@@ -161,7 +117,7 @@ def data_communication(
     return total - hidden, hidden
 
 
-def stops_early(layout: Layout, device: Device) -> bool:
+def stops_early(layout: StepLayout, device: Device) -> bool:
     """Whether a recomputed layer ends before its last product and sum, as torch's checkpoint does.
 
     It does unless something that the backward needs comes after them: a mask of dropout.

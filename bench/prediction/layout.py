@@ -1,11 +1,9 @@
-"""Models of the literature, and the ways to spread a training step over devices."""
+"""Models of the literature, and the chunks of a layout of their steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from commengine.options.ranges import divisors
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 from trainers.presets import MIXTURES, PRESETS
 from trainers.settings.commands import GPTSettings
 from trainers.tasks.gpt import GPTTask
@@ -35,67 +33,23 @@ MODELS |= {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a step is spread over tensor x context x data x pipeline ranks, and what it keeps.
-
-    Each rank runs ``micro_batches`` x ``micro_batch`` samples. hidden_dropout, attention_dropout: whether there is such
-    dropout. position_mask: attention dropout draws its mask as a function of position, so no fused kernel computes
-    attention (``--attention-dropout-mask position``). chunk_layers: the layers of a chunk, if stages are interleaved.
-    scattered: without sequence parallelism, a rank sends 1 / t of a stage's result, which the next one's ranks gather
-    (Narayanan et al. 2021, section 4.1), and not all of it. context: the ranks that share a sequence. method: how their
-    attention sees all of it (`tplayers.ContextGroup`). expert: the data-parallel ranks that share experts.
-    """
-
-    tensor: int = 1
-    data: int = 1
-    micro_batch: int = 8
-    micro_batches: int = 1
-    recompute: str = "none"
-    sequence_parallel: bool = False
-    zero1: bool = False
-    hidden_dropout: bool = True
-    attention_dropout: bool = True
-    position_mask: bool = False
-    pipeline: int = 1
-    chunk_layers: int | None = None
-    scattered: bool = False
-    context: int = 1
-    method: str = "ulysses"
-    expert: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """The number of devices."""
-        return self.tensor * self.replicas * self.pipeline
-
-    @property
-    def replicas(self) -> int:
-        """The ranks that have the same parameters: those of a data group and of their context groups."""
-        return self.data * self.context
-
-    @property
-    def batch(self) -> int:
-        """The sequences of a step, over all devices."""
-        return self.data * self.micro_batch * self.micro_batches
-
-    def chunks(self, layers: int) -> int:
-        """The chunks of a rank, for a model of so many layers. Raises ValueError, naming the option, if none fit."""
-        stages, size = self.pipeline, self.chunk_layers
-        if not 1 <= stages <= layers:
-            raise ValueError(f"--pipeline-model-parallel-size {stages}: valid for {layers} layers: 1 to {layers}")
-        if size is None:
-            return 1
-        name = f"--num-layers-per-virtual-pipeline-stage {size}"
-        if stages == 1 or layers % stages:
-            valid = ", ".join(str(one) for one in divisors(layers) if one > 1)
-            raise ValueError(f"{name}: needs a --pipeline-model-parallel-size above 1 that divides {layers}: {valid}")
-        if layers // stages % size:
-            valid = ", ".join(map(str, divisors(layers // stages)))
-            raise ValueError(f"{name}: must divide the {layers // stages} layers of a stage; valid: {valid}")
-        if self.micro_batches < stages and size < layers // stages:
-            raise ValueError(
-                f"{name}: {self.micro_batches} micro-batches are fewer than the {stages} stages; valid: "
-                f"--global-batch-size {stages * self.data * self.micro_batch} or more"
-            )
-        return layers // stages // size
+def stage_chunks(layout: StepLayout, layers: int) -> int:
+    """The chunks of a rank, for a model of so many layers. Raises ValueError, naming the option, if none fit."""
+    stages, size = layout.pipeline, layout.chunk_layers
+    if not 1 <= stages <= layers:
+        raise ValueError(f"--pipeline-model-parallel-size {stages}: valid for {layers} layers: 1 to {layers}")
+    if size is None:
+        return 1
+    name = f"--num-layers-per-virtual-pipeline-stage {size}"
+    if stages == 1 or layers % stages:
+        valid = ", ".join(str(one) for one in divisors(layers) if one > 1)
+        raise ValueError(f"{name}: needs a --pipeline-model-parallel-size above 1 that divides {layers}: {valid}")
+    if layers // stages % size:
+        valid = ", ".join(map(str, divisors(layers // stages)))
+        raise ValueError(f"{name}: must divide the {layers // stages} layers of a stage; valid: {valid}")
+    if layout.micro_batches < stages and size < layers // stages:
+        raise ValueError(
+            f"{name}: {layout.micro_batches} micro-batches are fewer than the {stages} stages; valid: "
+            f"--global-batch-size {stages * layout.data * layout.micro_batch} or more"
+        )
+    return layers // stages // size

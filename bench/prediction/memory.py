@@ -1,38 +1,13 @@
-"""The bytes of a device in a predicted step."""
+"""The tensors that a device keeps in a predicted step."""
 
 from __future__ import annotations
 
 from bench.clusters.cluster import Cluster, Device
-from bench.prediction.layout import Layout
 from tplayers import formulas
-from tplayers.formulas import StageShape, TransformerShape
+from tplayers.formulas import StepLayout
 
 
-def device_bytes(
-    shape: TransformerShape, layout: Layout, cluster: Cluster, stages: list[StageShape]
-) -> list[dict[str, float]]:
-    """The bytes of a device of each stage, by use."""
-    kept, chunks = kept_tensors(layout, cluster), layout.chunks(shape.layers)
-    found = []
-    for number, stage in enumerate(stages):
-        microbatches = formulas.kept_microbatches(number, len(stages), layout.micro_batches, chunks)
-        found.append(
-            formulas.training_bytes(
-                shape,
-                layout.micro_batch,
-                layout.tensor,
-                layout.data,
-                kept,
-                stage,
-                microbatches,
-                context=layout.context,
-                expert=layout.expert,
-            )
-        )
-    return found
-
-
-def kept_tensors(layout: Layout, cluster: Cluster) -> formulas.KeptTensors:
+def kept_tensors(layout: StepLayout, cluster: Cluster) -> formulas.KeptTensors:
     """The settings that decide which tensors a device keeps in such a step."""
     size = cluster.device.element_bytes
     keeps = eager_attention(layout, cluster.device) and (layout.context == 1 or layout.method == "ulysses")
@@ -44,6 +19,6 @@ def kept_tensors(layout: Layout, cluster: Cluster) -> formulas.KeptTensors:
     )  # fmt: skip
 
 
-def eager_attention(layout: Layout, device: Device) -> bool:
+def eager_attention(layout: StepLayout, device: Device) -> bool:
     """Whether attention runs in single operations, so that its scores are in memory."""
     return device.kernels != "fused" or (layout.attention_dropout and layout.position_mask)

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from bench.clusters.cluster import Cluster
 from bench.prediction import products
 from bench.prediction.group_cost import (
-    context_communication,
+    communication,
     data_communication,
-    expert_communication,
+    megatron_step,
     messages,
     stops_early,
-    tensor_communication,
     tied_embedding,
 )
 from bench.prediction.kernels import KernelTimes, gemm_seconds, memory_seconds
 from bench.prediction.layer_kernels import CROSS_ENTROPY, OPTIMIZER, OPTIMIZER_WAITED, of_layer
-from bench.prediction.layout import MODELS, Layout
-from bench.prediction.memory import device_bytes, eager_attention
+from bench.prediction.layout import MODELS, stage_chunks
+from bench.prediction.memory import eager_attention, kept_tensors
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.schedule import schedule_seconds
 from tplayers import formulas
-from tplayers.formulas import StageShape, TransformerShape
+from tplayers.formulas import StageShape, StepLayout, StepModel, TransformerShape
 
 #: the parts of the model that can be left out, and what is left then
 PARTS = {
@@ -43,12 +42,12 @@ PARTS = {
 }
 
 
-def predict(shape: TransformerShape, layout: Layout, cluster: Cluster, off: str = "") -> PredictedStep:
+def predict(shape: TransformerShape, layout: StepLayout, cluster: Cluster, off: str = "") -> PredictedStep:
     """The step of ``shape`` on ``layout.ranks`` devices of the cluster, calibrated if the cluster has a calibration.
 
     off: one of `PARTS`, which the model then lacks. Raises ValueError if the shape cannot be split so.
     """
-    return StepModel(shape, layout, cluster, off).step(slowdown(cluster, off))
+    return StepOnCluster(shape, layout, cluster, off).step(slowdown(cluster, off))
 
 
 def slowdown(cluster: Cluster, off: str = "") -> float:
@@ -65,10 +64,10 @@ def slowdown(cluster: Cluster, off: str = "") -> float:
     if shape is None:
         raise ValueError(f"calibration.model={given.model!r}: one of {', '.join(MODELS)}, or sizes")
     dropout = isinstance(given.model, str)  # steps of the literature have dropout, a user's own has none
-    layout = Layout(
+    layout = StepLayout(
         micro_batch=given.micro_batch, recompute=given.recompute, hidden_dropout=dropout, attention_dropout=dropout
     )
-    low, high = (StepModel(shape, layout, cluster, off).step(factor) for factor in (1.0, 2.0))
+    low, high = (StepOnCluster(shape, layout, cluster, off).step(factor) for factor in (1.0, 2.0))
     measured = low.flops / given.flops
     factor = 1 + (measured - low.total) / (high.total - low.total) if high.total > low.total else 0.0
     if factor <= 0:
@@ -77,13 +76,18 @@ def slowdown(cluster: Cluster, off: str = "") -> float:
 
 
 @dataclass(frozen=True)
-class StepModel:
-    """The model of a step. off: the part of it that is left out, one of `PARTS`, or "" for none."""
+class StepOnCluster:
+    """A step on a cluster. off: the part of it that is left out, one of `PARTS`, or "" for none."""
 
     shape: TransformerShape
-    layout: Layout
+    layout: StepLayout
     cluster: Cluster
     off: str = ""
+
+    @property
+    def model(self) -> StepModel:
+        """Its collectives and its memory."""
+        return megatron_step(self.shape, self.layout, self.cluster.device)
 
     def step(self, slow: float) -> PredictedStep:
         """The step, if kernels move memory ``slow`` times more slowly than the cluster says."""
@@ -102,7 +106,8 @@ class StepModel:
             raise ValueError(
                 f"tensor-parallel size {layout.tensor} does not divide seq={shape.seq} for sequence parallelism"
             )
-        stages = formulas.stages(shape, layout.pipeline, layout.chunks(shape.layers), layout.recompute)
+        chunks = stage_chunks(layout, shape.layers)
+        stages = formulas.stages(shape, layout.pipeline, chunks, layout.recompute)
         works = self.layer()
         pieces = {piece: self._piece(piece, works, slow) for chunks in stages for piece in chunks}
         busiest = max(stages, key=lambda chunks: sum(sum(pieces[one][0].values()) for one in chunks))
@@ -116,12 +121,12 @@ class StepModel:
         owned, most = max(counts, key=lambda counted: (counted[0], counted[1].layers))
         apart, layers = formulas.expert_parameters(shape, layout.tensor, most, expert=layout.expert), most.layers
         under_backward = layers * sum(work.total(slow) for work in works[1:])  # of the last micro-batch
-        exposed, hidden = data_communication(owned - apart, apart, layers, layout, cluster, under_backward, slow)
+        exposed, hidden = data_communication(owned - apart, apart, layers, self.model, cluster, under_backward, slow)
         seconds["optimizer"] = self._optimizer(owned - apart, apart, slow)
         seconds["data_communication"] = exposed
         if self.off in seconds:
             seconds[self.off] = 0.0
-        memory = device_bytes(shape, layout, cluster, whole)
+        memory = self.model.memory(kept_tensors(layout, cluster), whole, chunks)
         fullest = max(range(len(memory)), key=lambda stage: sum(memory[stage].values()))
         # A part that is switched off takes no time, but its FLOPs still count.
         flops = formulas.model_flops(shape, layout.batch, layout.recompute)
@@ -146,17 +151,12 @@ class StepModel:
             seconds["host"] += passes * idle(work)
         pairs = 2 if layout.recompute == "none" else 6  # around dropout; a checkpoint, its replay and their dropout
         seconds["host"] += stage.layers * pairs * device.random_state
-        seconds["tensor_communication"] = tensor_communication(self.shape, layout, self.cluster, stage)
-        sent = tensor_communication(self.shape, layout, self.cluster, stage, only="forward")
-        if layout.context > 1:
-            attention = forward.seconds(slow)["attention"], backward.seconds(slow)["attention"]
-            of_context = self.shape, layout, self.cluster, stage, attention
-            seconds["context_communication"] = context_communication(*of_context)
-            sent += context_communication(*of_context, only="forward")
-        if layout.expert > 1:
-            of_experts = self.shape, layout, self.cluster, stage
-            seconds["expert_communication"] = expert_communication(*of_experts)
-            sent += expert_communication(*of_experts, only="forward")
+        attention = forward.seconds(slow)["attention"], backward.seconds(slow)["attention"]
+        run = self.model.of_microbatch(stage)
+        of_forwards = [(group, one) for group, one in run if one.phase == "forward"]
+        for group, spent in communication(run, layout, self.cluster, attention).items():
+            seconds[f"{group}_communication"] = spent
+        sent = sum(communication(of_forwards, layout, self.cluster, attention).values())
         # of the ends, as of any product, a third is forward
         of_forward = stage.layers * (forward.total(slow) + idle(forward)) + ends.total(slow) / 3 + sent
         return seconds, of_forward, stage.layers * (forward.flops + backward.flops + again.flops) + ends.flops

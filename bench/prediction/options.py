@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS
 from commengine.options.declared import add_some, as_flags, flag_of
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, divisors
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 from trainers import presets
 from trainers.settings.commands import GPTSettings
 from trainers.settings.layout import METHODS
@@ -124,16 +124,16 @@ def batch_of(arguments: Any) -> int | None:
     return batch
 
 
-def dropout_of(arguments: Any) -> Layout:
+def dropout_of(arguments: Any) -> StepLayout:
     """A layout with the dropout that is asked for: by default pretrain_gpt's."""
     found = {name: DEFAULTS[name] if (value := getattr(arguments, name)) is None else value for name in LAYOUT[-3:]}
-    return Layout(
+    return StepLayout(
         hidden_dropout=found["hidden_dropout"] > 0, attention_dropout=found["attention_dropout"] > 0,
         position_mask=found["attention_dropout_mask"] != "fused",
     )  # fmt: skip
 
 
-def layout_of(arguments: Any) -> Layout:
+def layout_of(arguments: Any) -> StepLayout:
     """The layout that --gpus and the sizes give. Raises ValueError if one number does not divide another."""
     preset = presets.find(arguments.preset) if arguments.preset else None
     tensor = arguments.tensor_model_parallel_size or (preset.tensor if preset else 1)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.clusters.cluster import Cluster
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS
 from bench.prediction.model_cost import PARTS, predict, slowdown
 from bench.prediction.paper_2021 import Throughput
 from bench.prediction.predicted_step import PredictedStep
 from commengine.cost import Link
+from tplayers.formulas import StepLayout
 
 FIGURE_5 = (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))  # Table 1: model, GPUs that share it
 SECTIONS = {
@@ -75,7 +76,7 @@ def run(
 ) -> PredictedStep:
     """One of the paper's steps."""
     shape = replace(MODELS[model], heads=heads or MODELS[model].heads)
-    return predict(shape, Layout(tensor=tensor, data=data, recompute="full"), cluster, off)
+    return predict(shape, StepLayout(tensor=tensor, data=data, recompute="full"), cluster, off)
 
 
 def errors(found: list[Figure]) -> tuple[float, float]:

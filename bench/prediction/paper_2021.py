@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bench.clusters.cluster import Cluster
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS
 from bench.prediction.model_cost import predict, slowdown
 from bench.prediction.predicted_step import PredictedStep
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 
 # model, tensor size, pipeline size, GPUs, batch, micro-batch, layers of a chunk, published
 TABLE_1 = (
@@ -57,7 +57,7 @@ def run(
 ) -> PredictedStep:  # fmt: skip
     """One of the paper's steps. Without a pipeline it had torch's DDP, which overlaps the reduction of gradients."""
     data = gpus // (tensor * pipeline)
-    layout = Layout(
+    layout = StepLayout(
         tensor=tensor, data=data, micro_batch=micro, micro_batches=batch // (data * micro), recompute="full",
         pipeline=pipeline, chunk_layers=chunk, scattered=scattered,
     )  # fmt: skip

@@ -9,15 +9,15 @@ from itertools import product
 from typing import Any
 
 from bench.clusters.cluster import Cluster
-from bench.prediction.layout import Layout
+from bench.prediction.layout import stage_chunks
 from bench.prediction.memory import kept_tensors
 from bench.prediction.model_cost import predict
 from bench.prediction.predicted_step import PredictedStep
 from bench.prediction.step_report import tflops
 from commengine.options.ranges import divisors
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 
-# The fields of Layout that the search varies and a caller may fix, with their options.
+# The fields of StepLayout that the search varies and a caller may fix, with their options.
 SEARCHED = {
     "tensor": "--tensor-model-parallel-size",
     "context": "--context-parallel-size",
@@ -39,15 +39,15 @@ SHARING = ("ulysses", "ring")
 class Candidate:
     """A layout, its predicted step, and what is against it ("" for the winner)."""
 
-    layout: Layout
+    layout: StepLayout
     step: PredictedStep
     fits: bool
     why: str = ""
 
 
 def layouts(
-    shape: TransformerShape, gpus: int, batch: int, like: Layout, methods: Sequence[str] = SHARING, asked: int = 1
-) -> Iterator[Layout]:
+    shape: TransformerShape, gpus: int, batch: int, like: StepLayout, methods: Sequence[str] = SHARING, asked: int = 1
+) -> Iterator[StepLayout]:
     """Yield every layout whose sizes divide what they split, with the dropout of ``like``.
 
     methods: by which ranks may share sequences. asked: a context size that is tried, however short the parts are.
@@ -82,7 +82,7 @@ def layouts(
                     zero1=zero1, pipeline=stages, context=context, method=method, expert=expert,
                 )  # fmt: skip
                 with suppress(ValueError):  # as many stages, or such chunks, do not fit
-                    layout.chunks(shape.layers)
+                    stage_chunks(layout, shape.layers)
                     yield layout
 
 
@@ -94,7 +94,7 @@ def plan(
     *,
     fixed: Mapping[str, Any] | None = None,
     reserve: float = 2e9,
-    like: Layout | None = None,
+    like: StepLayout | None = None,
     methods: Sequence[str] = SHARING,
 ) -> list[Candidate]:
     """All candidates: first those that fit, fastest first; then the others, least memory first.
@@ -104,7 +104,7 @@ def plan(
     ValueError if nothing divides, or if ``fixed`` leaves no layout.
     """
     room = cluster.device.memory_bytes - reserve
-    chosen = list(layouts(shape, gpus, batch, like or Layout(), methods, (fixed or {}).get("context", 1)))
+    chosen = list(layouts(shape, gpus, batch, like or StepLayout(), methods, (fixed or {}).get("context", 1)))
     if not chosen and like and like.chunk_layers:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {like.chunk_layers}: no layout can have such chunks; they must "
@@ -130,7 +130,7 @@ def plan(
     ]
 
 
-def _different(chosen: list[Layout], cluster: Cluster) -> list[Layout]:
+def _different(chosen: list[StepLayout], cluster: Cluster) -> list[StepLayout]:
     """Without the layouts that are another one in all that counts.
 
     With a fused kernel attention keeps no scores, so "selective" has nothing to save: it is "none", and computes
@@ -146,7 +146,7 @@ def _different(chosen: list[Layout], cluster: Cluster) -> list[Layout]:
     ]
 
 
-def _narrowed(chosen: list[Layout], fixed: Mapping[str, Any]) -> list[Layout]:
+def _narrowed(chosen: list[StepLayout], fixed: Mapping[str, Any]) -> list[StepLayout]:
     """The layouts with the fixed values.
 
     Raises ValueError that names the first option that leaves none, and its valid values.

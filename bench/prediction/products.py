@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from bench.prediction.layout import Layout
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 
 
 class Product(NamedTuple):
@@ -18,7 +17,7 @@ class Product(NamedTuple):
     times: int = 1
 
 
-def of_layer(shape: TransformerShape, layout: Layout) -> list[Product]:
+def of_layer(shape: TransformerShape, layout: StepLayout) -> list[Product]:
     """The products in their order. Tokens go to experts evenly."""
     h, t = shape.hidden, layout.tensor
     tokens = shape.seq * layout.micro_batch // layout.context

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from bench.clusters.cluster import Cluster
-from bench.prediction.layout import Layout
+from bench.prediction.layout import stage_chunks
 from bench.prediction.model_cost import predict
 from bench.prediction.predicted_step import PredictedStep
-from tplayers.formulas import TransformerShape, parameters, stages
+from tplayers.formulas import StepLayout, TransformerShape, parameters, stages
 
 
-def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
+def describe(shape: TransformerShape, layout: StepLayout, cluster: Cluster) -> tuple[list[str], dict[str, Any]]:
     """One step: the lines for people, and the numbers for --json."""
     step = predict(shape, layout, cluster)
     alone = predict(shape, _alone(layout), cluster)
@@ -54,7 +54,7 @@ def describe(shape: TransformerShape, layout: Layout, cluster: Cluster) -> tuple
     return lines, numbers_of(step) | {"scaling_efficiency": efficiency}
 
 
-def _alone(layout: Layout) -> Layout:
+def _alone(layout: StepLayout) -> StepLayout:
     return replace(
         layout,
         tensor=1,
@@ -69,11 +69,11 @@ def _alone(layout: Layout) -> Layout:
     )
 
 
-def _pipeline(shape: TransformerShape, layout: Layout, step: PredictedStep) -> Iterator[str]:
+def _pipeline(shape: TransformerShape, layout: StepLayout, step: PredictedStep) -> Iterator[str]:
     """Yield the line of a pipeline: what its stages have, and how long the busiest one waits for others."""
     if layout.pipeline == 1:
         return
-    chunks = layout.chunks(shape.layers)
+    chunks = stage_chunks(layout, shape.layers)
     cut = stages(shape, layout.pipeline, chunks, layout.recompute)
     counts = sorted({sum(one.layers for one in own) for own in cut})
     yield (

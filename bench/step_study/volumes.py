@@ -20,6 +20,7 @@ from trainers.settings import derived
 from trainers.settings.commands import BERTSettings
 from trainers.tasks.bert import BERTTask
 from trainers.tasks.kinds import task_of
+from trainers.tasks.step_model import step_model
 
 from .recorder import TracedConfig
 from .spans import chunk_of
@@ -137,33 +138,20 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
     )
     tensor, data, context = layout.tensor, layout.data, layout.context
     zero1, replicas = config.use_distributed_optimizer, data * context
-    of_replicas = "data" if context == 1 else "replicas"
     place, stages = layout.place(rank), layout.pipeline
     part = task_of(config).parts()[place["pipeline"]]
     half = config.bf16 or config.fp16
-    shape, batch, size = shape_of(config), config.micro_batch_size, 2 if half else 4
-    recompute, (post_norm, order_head, predictions) = config.recompute_granularity or "none", choices(config)
-    here = replace(shape, seq=shape.seq // context)
-    model = formulas.tensor_parallel_collectives(
-        here, batch, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
-        stops_early=config.hidden_dropout == 0 and not post_norm, predictions=predictions, order_head=order_head,
-    )  # fmt: skip
-    model += formulas.loss_collectives(here, batch, tensor, together=True, predictions=predictions)
-    times = derived.batch_size(config, data) // (batch * data)
-    shared = formulas.key_value_collectives(here, batch, tensor, element_bytes=size, recompute=recompute)
-    attention = formulas.context_collectives(
-        shape, batch, tensor, context, derived.context_method(config), element_bytes=size, recompute=recompute,
-        order_head=order_head,
-    )  # fmt: skip
-    in_groups = [("tensor", one) for one in model] + [(f"tensor/block{one.ranks}", one) for one in shared]
-    in_groups += [("context", one) for one in attention]
-    of_layers = [Expected(group, replace(one, count=one.count * times)) for group, one in in_groups]
+    _, order_head, predictions = choices(config)
+    model = step_model(config, world_size, predictions)
+    shape, times = model.shape, model.layout.micro_batches
+    of_layers = [Expected(group, replace(one, count=one.count * times)) for group, one in model.of_microbatch()]
     found = [
         one for many in of_layers for one in _by_layer(many, shape.layers) if chunk_of(part, one.what.part) is not None
     ]
     if stages > 1:
         sent = formulas.stage_messages(
-            here, batch, place["pipeline"], stages, times, derived.chunks(config), element_bytes=size,
+            replace(shape, seq=shape.seq // context), config.micro_batch_size, place["pipeline"], stages, times,
+            derived.chunks(config), element_bytes=model.element_bytes,
             shards=tensor if config.sequence_parallel else 1,
         )  # fmt: skip
         found += [Expected("pipeline", one) for one in sent]
@@ -180,11 +168,8 @@ def expected(config: TracedConfig, world_size: int, rank: int, *, updated: bool 
         (elements,) = (bucket[-1][2] for bucket in buckets if bucket[0][0] == TIED)
         why = "gradients of both uses of a tied embedding"
         found.append(Expected("ends", Collective("all_reduce", 4 * elements, 2, 1, why, "gradients")))
-    reduced = formulas.data_parallel_collectives(
-        sum(elements for _, elements in sizes), replicas, zero1=zero1, buckets=[bucket[-1][2] for bucket in buckets],
-        gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
-    )  # fmt: skip
-    found += [Expected(of_replicas, one) for one in reduced if updated or one.part == "gradients"]
+    reduced = model.of_gradients(sum(elements for _, elements in sizes), [bucket[-1][2] for bucket in buckets])
+    found += [Expected(group, one) for group, one in reduced if updated or one.part == "gradients"]
     if config.sequence_parallel:
         shard, shards = (place["data"] * context + place["context"], replicas) if zero1 else (0, 1)
         partial = partial_elements(buckets, shard, shards)

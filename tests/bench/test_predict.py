@@ -12,18 +12,18 @@ import yaml
 from bench import predict
 from bench.clusters import cluster
 from bench.prediction import group_cost, kernels, model_cost, paper, plan, step_report
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS
 from bench.prediction.options import MICRO_BATCH
 from commengine import UsageError, cost
 from tplayers import formulas
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 from trainers import presets
 from trainers.presets import PRESETS
 from trainers.settings.commands import GPTSettings
 from trainers.tasks.kinds import task_of
 
 DGX_2H = cluster.load("dgx-2h")
-LAYOUT_FIELDS = [field.name for field in fields(Layout)]
+LAYOUT_FIELDS = [field.name for field in fields(StepLayout)]
 SMALL = TransformerShape(layers=4, hidden=512, heads=8, seq=256, vocab=8192)
 
 
@@ -122,7 +122,7 @@ def test_ring_seconds_by_hand():
 
 
 def test_options_move_the_step_the_right_way():
-    shape, base = MODELS["8.3b"], Layout(tensor=8, data=8, recompute="full")
+    shape, base = MODELS["8.3b"], StepLayout(tensor=8, data=8, recompute="full")
     step = model_cost.predict(shape, base, DGX_2H)
     for recompute in ("none", "selective"):
         other = model_cost.predict(shape, replace(base, recompute=recompute), DGX_2H)
@@ -163,7 +163,7 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
             if (sequence and (tensor == 1 or 256 % tensor)) or (zero1 and data == 1):
                 continue
             count += 1
-            layout = Layout(tensor, data, micro, times, recompute, sequence, zero1, pipeline=stages)
+            layout = StepLayout(tensor, data, micro, times, recompute, sequence, zero1, pipeline=stages)
             step = model_cost.predict(SMALL, layout, machine)
             kept = formulas.KeptTensors(recompute=recompute, sequence_parallel=sequence)
             needs = []
@@ -183,13 +183,13 @@ def test_plan_is_what_exhaustive_search_finds(gpus, batch, gigabytes):
 def test_plan_has_no_candidate_twice():
     """A fused kernel keeps no scores, so "selective" is "none" and computes attention twice: it is no row."""
     machine = cluster.load("dgx-a100")
-    found = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=False))
+    found = plan.plan(SMALL, machine, 4, 8, like=StepLayout(position_mask=False))
     assert {one.layout.recompute for one in found} == {"none", "full"}
     assert len({replace(one.layout, recompute="", micro_batches=0) for one in found}) == len(found) // 2
     assert len({one.layout for one in found}) == len(found)
-    drawn = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=True))  # the scores are in memory again
+    drawn = plan.plan(SMALL, machine, 4, 8, like=StepLayout(position_mask=True))  # the scores are in memory again
     assert {one.layout.recompute for one in drawn} == {"none", "selective", "full"}
-    asked = plan.plan(SMALL, machine, 4, 8, like=Layout(position_mask=False), fixed={"recompute": "selective"})
+    asked = plan.plan(SMALL, machine, 4, 8, like=StepLayout(position_mask=False), fixed={"recompute": "selective"})
     assert {one.layout.recompute for one in asked} == {"selective"} and len(asked) == len(found) // 2
 
 
@@ -285,7 +285,7 @@ def test_plan_searches_zero1_and_keeps_to_what_is_given(tmp_path, capsys):
 def test_dropout_decides_what_attention_keeps_and_takes():
     """On fused kernels the trainer's own mask brings the scores back: 5 a s / h of a layer, and the time to draw it."""
     a100, shape = cluster.load("dgx-a100"), MODELS["8.3b"]
-    fused = Layout(tensor=8, data=8)
+    fused = StepLayout(tensor=8, data=8)
     scores = 5 * 32 * 1024**2 * 8 * 72 / 8  # micro-batch 8, 72 layers, 8 ranks
     found = {}
     for name, layout in {
@@ -309,10 +309,10 @@ def test_dropout_decides_what_attention_keeps_and_takes():
 def test_gradients_that_are_sent_count_where_they_outlive_the_activations():
     """Overlapped, the half copies of all gradients exist when the backward ends."""
     a100, shape = cluster.load("dgx-a100"), MODELS["8.3b"]
-    step = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1, recompute="full"), a100)
+    step = model_cost.predict(shape, StepLayout(tensor=8, data=8, micro_batch=1, recompute="full"), a100)
     beyond = 2 * formulas.parameters(shape, 8) - step.memory["activations"]
     assert step.memory["gradients being sent"] == pytest.approx(beyond) and beyond > 0
-    later = model_cost.predict(shape, Layout(tensor=8, data=8, micro_batch=1), replace(a100, overlap=False))
+    later = model_cost.predict(shape, StepLayout(tensor=8, data=8, micro_batch=1), replace(a100, overlap=False))
     assert later.memory["gradients being sent"] == 0
 
 
@@ -327,7 +327,9 @@ def test_json_says_what_was_predicted(tmp_path):
     assert call(*argv) == 0
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["model"]["name"] == "8.3b" and found["model"]["layers"] == 72 and found["cluster"]["name"] == "DGX-2H"
-    step = model_cost.predict(MODELS["8.3b"], Layout(**{name: found["layout"][name] for name in LAYOUT_FIELDS}), DGX_2H)
+    step = model_cost.predict(
+        MODELS["8.3b"], StepLayout(**{name: found["layout"][name] for name in LAYOUT_FIELDS}), DGX_2H
+    )
     assert found["step_s"] == step.total and found["layout"]["gpus"] == 16 and found["date"] and found["command"]
 
 
@@ -361,7 +363,7 @@ def test_a_bert_attends_both_ways_and_has_more_heads():
     """Fused attention takes twice a causal one's time; its heads add a dense layer to the ends."""
     a100 = cluster.load("dgx-a100")
     gpt, bert = (
-        model_cost.predict(replace(PRESETS["bert-336m"].shape(), model=model), Layout(), a100)
+        model_cost.predict(replace(PRESETS["bert-336m"].shape(), model=model), StepLayout(), a100)
         for model in ("gpt", "bert")
     )
     assert bert.seconds["attention"] == pytest.approx(2 * gpt.seconds["attention"])
@@ -435,7 +437,7 @@ def test_no_device_computes_more_than_its_rates_allow(name):
         most = device.peak_flops * max(device.gemm_efficiency, *device.attention_efficiency)
         for length, recompute, stages in itertools.product((2048, 32768), ("none", "full"), (1, 2)):
             seq, shape = length, TransformerShape(seq=length, **sizes)
-            layout = Layout(tensor=4, pipeline=stages, micro_batch=1, micro_batches=4, recompute=recompute)
+            layout = StepLayout(tensor=4, pipeline=stages, micro_batch=1, micro_batches=4, recompute=recompute)
             step = model_cost.predict(shape, layout, found)
             assert 0 < step.computed_per_device <= most
             h, tokens = 4096, 4 * seq
@@ -464,7 +466,7 @@ def test_machines_that_ship_load_and_predict(name, capsys):
     argv = ("--cluster", name, "--model", "355m", "--gpus", 4, "--tensor-model-parallel-size", 2)
     assert call(*argv) == 0
     assert "scaling efficiency" in capsys.readouterr().out
-    step = model_cost.predict(SMALL, Layout(tensor=2, data=2), cluster.load(name))
+    step = model_cost.predict(SMALL, StepLayout(tensor=2, data=2), cluster.load(name))
     assert 0 < step.flops_per_device < cluster.load(name).device.peak_flops
     assert all(value >= 0 for value in step.seconds.values())
 
@@ -476,7 +478,7 @@ def test_machines_that_ship_load_and_predict(name, capsys):
 def test_published_throughput_of_a_newer_machine(layers, hidden, seq, tflops):
     """Dao 2023, FlashAttention-2, Table 1: GPT of 1.3 and 2.7 billion parameters on 8 A100. Not calibrated to."""
     shape = TransformerShape(layers, hidden, hidden // 128, seq, 51200)
-    step = model_cost.predict(shape, Layout(data=8, micro_batch=8192 // seq), cluster.load("dgx-a100"))
+    step = model_cost.predict(shape, StepLayout(data=8, micro_batch=8192 // seq), cluster.load("dgx-a100"))
     assert step.flops_per_device / 1e12 == pytest.approx(tflops, rel=0.10)
 
 
@@ -608,9 +610,9 @@ def test_report_is_written_with_its_surroundings(tmp_path):
 @pytest.mark.parametrize(("name", "left_out"), [("dgx-2h", False), ("dgx-a100", True)])
 def test_torch_s_checkpoint_stops_before_a_layer_s_last_product(name, left_out):
     shape, machine = TransformerShape(4, 512, 8, 256, 4096), cluster.load(name)
-    layout = Layout(micro_batch=2, recompute="full", hidden_dropout=False, attention_dropout=False)
-    masked = model_cost.StepModel(shape, replace(layout, hidden_dropout=True), machine).layer()
+    layout = StepLayout(micro_batch=2, recompute="full", hidden_dropout=False, attention_dropout=False)
+    masked = model_cost.StepOnCluster(shape, replace(layout, hidden_dropout=True), machine).layer()
     assert masked[2].total(1.5) == pytest.approx(masked[0].total(1.5))  # its mask comes after the last product
-    forward, _, again = model_cost.StepModel(shape, layout, machine).layer()
+    forward, _, again = model_cost.StepOnCluster(shape, layout, machine).layer()
     last = kernels.gemm_seconds(machine.device, 512, 512, 2048) if left_out else 0.0
     assert again.total(1.5) == pytest.approx(forward.total(1.5) - last)

@@ -6,10 +6,9 @@ import pytest
 
 from bench.clusters.cluster import load
 from bench.predict import main
-from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict
 from bench.prediction.plan import layouts
-from tplayers.formulas import TransformerShape
+from tplayers.formulas import StepLayout, TransformerShape
 
 LLAMA = TransformerShape(
     16, 2048, 32, 8192, 128256, ffn=8192, kv_heads=8, gated=True, rms_norm=True, rotary=True, biases=False
@@ -23,7 +22,7 @@ LONG = [
 
 def step(method="ulysses", context=1, **more):
     layout = {"micro_batch": 1, "hidden_dropout": False, "attention_dropout": False, "context": context}
-    return predict(LLAMA, Layout(**layout | {"method": method} | more), H100)
+    return predict(LLAMA, StepLayout(**layout | {"method": method} | more), H100)
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring", "gather"])
@@ -44,7 +43,7 @@ def test_a_ring_is_hidden_where_attention_takes_longer_than_its_messages():
     for length in (1024, 65536):
         shape = TransformerShape(2, 4096, 32, length, 32000)
         for method in ("ulysses", "ring", "gather"):
-            layout = Layout(micro_batch=1, hidden_dropout=False, attention_dropout=False, context=8, method=method)
+            layout = StepLayout(micro_batch=1, hidden_dropout=False, attention_dropout=False, context=8, method=method)
             seconds[length, method] = predict(shape, layout, H100).seconds["context_communication"]
     assert 0 < seconds[1024, "ulysses"] < seconds[1024, "ring"]
     assert seconds[65536, "ring"] == 0 < seconds[65536, "ulysses"]
@@ -53,13 +52,14 @@ def test_a_ring_is_hidden_where_attention_takes_longer_than_its_messages():
 def test_only_long_sequences_are_shared_by_the_search():
     every = {
         length: {
-            (one.context, one.method) for one in layouts(TransformerShape(2, 2048, 16, length, 32000), 8, 8, Layout())
+            (one.context, one.method)
+            for one in layouts(TransformerShape(2, 2048, 16, length, 32000), 8, 8, StepLayout())
         }
         for length in (1024, 8192)
     }
     assert every[1024] == {(1, "ulysses")}
     assert every[8192] == {(1, "ulysses"), *((c, method) for c in (2, 4, 8) for method in ("ulysses", "ring"))}
-    odd = layouts(TransformerShape(2, 1536, 6, 8190, 32000), 8, 8, Layout(), asked=2)
+    odd = layouts(TransformerShape(2, 1536, 6, 8190, 32000), 8, 8, StepLayout(), asked=2)
     assert {(one.context, one.method) for one in odd} == {(1, "ulysses"), (2, "ulysses")}  # no early and late halves
 
 

@@ -7,11 +7,12 @@ import pytest
 from bench.clusters.cluster import load
 from bench.predict import main
 from bench.prediction import products
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS
 from bench.prediction.memory import kept_tensors
 from bench.prediction.model_cost import predict
 from bench.prediction.plan import layouts
 from tplayers import formulas
+from tplayers.formulas import StepLayout
 
 MIXTRAL = MODELS["mixtral-8x7b"]
 H100 = load("dgx-h100")
@@ -19,7 +20,7 @@ H100 = load("dgx-h100")
 
 def layout(expert=1, data=8, **more):
     sizes = {"micro_batch": 1, "hidden_dropout": False, "attention_dropout": False, "data": data, "expert": expert}
-    return Layout(**sizes | more)
+    return StepLayout(**sizes | more)
 
 
 def step(expert=1, **more):
@@ -66,10 +67,10 @@ def test_stages_and_contexts_have_rows_of_their_own():
 
 
 def test_every_size_that_divides_is_searched():
-    found = {(one.data, one.expert) for one in layouts(MIXTRAL, 16, 16, Layout(), asked=1)}
+    found = {(one.data, one.expert) for one in layouts(MIXTRAL, 16, 16, StepLayout(), asked=1)}
     assert {expert for data, expert in found if data == 16} == {1, 2, 4, 8}
     assert {expert for data, expert in found if data == 4} == {1, 2, 4}
-    dense = layouts(MODELS["1.2b"], 4, 8, Layout())
+    dense = layouts(MODELS["1.2b"], 4, 8, StepLayout())
     assert {one.expert for one in dense} == {1}
 
 

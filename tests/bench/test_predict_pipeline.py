@@ -9,10 +9,10 @@ import pytest
 from bench import predict
 from bench.clusters import cluster
 from bench.prediction import group_cost, memory, model_cost, plan, schedule
-from bench.prediction.layout import MODELS, Layout
+from bench.prediction.layout import MODELS, stage_chunks
 from commengine.cost import Link, Machine
 from tplayers import formulas
-from tplayers.formulas import StageShape, TransformerShape
+from tplayers.formulas import StageShape, StepLayout, TransformerShape
 from trainers.pipeline.orders import order
 
 A100 = cluster.load("dgx-a100")
@@ -76,19 +76,19 @@ def test_a_long_schedule_is_as_the_timeline_has_it(stages, microbatches, chunks,
 
 @pytest.mark.parametrize(("stages", "chunk_layers"), [(2, None), (4, None), (4, 1), (2, 2)])
 def test_a_step_waits_for_the_bubble_of_the_formula(stages, chunk_layers):
-    layout = Layout(micro_batches=8, micro_batch=4, pipeline=stages, chunk_layers=chunk_layers)
+    layout = StepLayout(micro_batches=8, micro_batch=4, pipeline=stages, chunk_layers=chunk_layers)
     step = model_cost.predict(EIGHT, layout, FREE)
     parts = ("optimizer", "data_communication", "bubble")
     busy = step.total - sum(step.seconds[part] for part in parts)
     assert step.seconds["pipeline_communication"] == 0.0
-    formula = formulas.bubble(stages, 8, layout.chunks(8))
+    formula = formulas.bubble(stages, 8, stage_chunks(layout, 8))
     assert step.seconds["bubble"] / busy == pytest.approx(formula, rel=0.03)
     assert step.flops == formulas.model_flops(EIGHT, 32) and step.ranks == stages
 
 
 def test_messages_cross_nodes_where_ranks_lie():
     """Nodes of 8, tensor 2: the ranks of stage 3 send to the next node, and the last stage's to the first."""
-    layout = Layout(tensor=2, pipeline=8, micro_batch=2)
+    layout = StepLayout(tensor=2, pipeline=8, micro_batch=2)
     size, (inside, between) = 2 * 512 * 2048 * 2, (A100.machine.inside, A100.machine.between)
     near = A100.base + inside.alpha + size * inside.beta
     far = A100.base + between.alpha + size * between.beta  # two ranks of eight adapters
@@ -103,7 +103,7 @@ def test_messages_cross_nodes_where_ranks_lie():
 
 
 def test_the_first_stage_keeps_most_and_its_memory_is_told():
-    shape, layout = MODELS["1.7b"], Layout(pipeline=4, micro_batch=1, micro_batches=8, recompute="full")
+    shape, layout = MODELS["1.7b"], StepLayout(pipeline=4, micro_batch=1, micro_batches=8, recompute="full")
     step = model_cost.predict(shape, layout, A100)
     first = StageShape(6, first=True, last=False)
     assert step.fullest == 0
@@ -125,7 +125,7 @@ def test_the_report_and_the_plan_name_the_pipeline(tmp_path, capsys):
     assert call(*argv, "--plan") == 0
     best = json.loads((tmp_path / "step.json").read_text())["candidates"][0]
     assert best["pipeline"] == 8 and best["fits"]  # 18 x 175e9 bytes are 37 devices' memory
-    chunked = plan.plan(EIGHT, A100, 4, 8, like=Layout(chunk_layers=2))
+    chunked = plan.plan(EIGHT, A100, 4, 8, like=StepLayout(chunk_layers=2))
     assert {one.layout.pipeline for one in chunked} == {2, 4}
     assert all(one.layout.chunk_layers == 2 for one in chunked)
 

@@ -16,6 +16,7 @@ from bench.step_study.traced_step import TracedCollective, TracedStep, with_skew
 from commengine import CollectiveEvent, UsageError
 from tests.support import mpirun
 from tplayers import formulas
+from tplayers.formulas import step_model
 from trainers.tasks.commands import PRETRAIN_GPT
 from trainers.tasks.kinds import task_of
 
@@ -423,10 +424,8 @@ def test_layers_fold_only_where_all_are_alike():
 
 @pytest.mark.mpi(min_size=2)
 def test_status_is_1_where_a_formula_is_wrong(world, monkeypatch, capsys):
-    original = volumes.formulas.loss_collectives
-    monkeypatch.setattr(
-        volumes.formulas, "loss_collectives", lambda *args, **_: original(*args)
-    )  # three, as the paper has
+    original = step_model.loss_collectives
+    monkeypatch.setattr(step_model, "loss_collectives", lambda *args, **_: original(*args))  # three, as the paper has
     assert step.main(world, [*TINY, *TP2, "--warmup", "0", "--steps", "1"]) == 1
     if world.rank == 0:
         printed = capsys.readouterr().out

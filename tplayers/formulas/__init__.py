@@ -33,6 +33,9 @@ from .step import loss_collectives as loss_collectives
 from .step import scalar_collectives as scalar_collectives
 from .step import sequence_parallel_collectives as sequence_parallel_collectives
 from .step import tensor_parallel_collectives as tensor_parallel_collectives
+from .step_model import StepLayout as StepLayout
+from .step_model import StepModel as StepModel
+from .step_model import equal_buckets as equal_buckets
 from .transformer import StageShape as StageShape
 from .transformer import TransformerShape as TransformerShape
 from .transformer import active_parameters as active_parameters

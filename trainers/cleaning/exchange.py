@@ -24,21 +24,11 @@ def exchange(comm: Communicator, parts: Sequence[Array]) -> list[Array]:
 
     parts: as many 1-D arrays as ranks, of any lengths; one dtype of 1, 2, 4 or 8 bytes, the same on every rank.
     """
-    dtype = parts[0].dtype
-    counts = torch.tensor([len(part) for part in parts])
-    arriving = torch.empty_like(counts)
-    comm.all_to_all(arriving, counts)
-    received = [np.empty(int(count), dtype) for count in arriving]
-    received[comm.rank] = parts[comm.rank]
-    with comm.coalesce():
-        for peer in range(comm.size):
-            if peer == comm.rank:
-                continue
-            if len(parts[peer]):
-                comm.send(_tensor(parts[peer]), peer)
-            if len(received[peer]):
-                comm.recv(_tensor(received[peer]), peer)
-    return received
+    counts = [len(part) for part in parts]
+    arriving = comm.exchange_counts(counts)
+    received = np.empty(sum(arriving), parts[0].dtype)
+    comm.all_to_all_v(_tensor(received), _tensor(np.concatenate(parts)), arriving, counts)
+    return np.split(received, np.cumsum(arriving)[:-1])
 
 
 def _tensor(array: Array) -> torch.Tensor:

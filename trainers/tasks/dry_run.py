@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +14,15 @@ from commengine import Communicator
 from commengine.cost import FittedModel
 from commengine.errors import usage_errors
 from commengine.rank_zero import broadcast_json, on_rank_zero
-from tplayers import BERTConfig, StageInput, formulas
-from tplayers.formulas import Collective, KeptTensors, StageShape
+from tplayers import StageInput, formulas
+from tplayers.formulas import Collective, KeptTensors, StageShape, equal_buckets
 from trainers.pipeline.orders import order
 from trainers.settings import derived
 from trainers.settings.commands import TransformerSettings
 from trainers.training.precision import parameter_dtype
 
 from .kinds import task_of
+from .step_model import step_model
 
 #: seconds for which products are timed
 PRODUCT_SECONDS = 0.2
@@ -125,53 +126,27 @@ def collectives(config: TransformerSettings, ranks: int, device: torch.device) -
 
     Of a pipeline they are those of a rank with the most layers, and with the output layer.
     """
-    tensor, micro, size = config.tensor_model_parallel_size, config.micro_batch_size, _dtype(config).itemsize
-    stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity or "none"
-    data, context, task = ranks // derived.replica_size(config), config.context_parallel_size, task_of(config)
-    shape = task.cost_shape()
-    expert = derived.expert_ranks(config)
-    most = max(_stages(config), key=lambda stage: stage.layers)
-    whole = replace(shape, layers=most.layers)
-    here = replace(whole, seq=shape.seq // context)
-    microbatches = derived.batch_size(config, data) // (micro * data)
-    model = task_of(config).model()
-    order_head = not isinstance(model, BERTConfig) or model.binary_head
-
-    run = formulas.tensor_parallel_collectives(
-        here, micro, tensor, element_bytes=size, recompute=recompute, sequence_parallel=config.sequence_parallel,
-        stops_early=config.hidden_dropout == 0, order_head=order_head,
-    )  # fmt: skip
-    run += formulas.loss_collectives(here, micro, tensor, together=True)
-    run += formulas.key_value_collectives(here, micro, tensor, element_bytes=size, recompute=recompute)
-    of_tensor = [one for one in run for _ in range(microbatches)]
-    run = formulas.context_collectives(
-        whole, micro, tensor, context, derived.context_method(config), element_bytes=size, recompute=recompute,
-        order_head=order_head,
-    )  # fmt: skip
-    of_context = [one for one in run for _ in range(microbatches)]
-    run = formulas.expert_collectives(here, micro, expert, element_bytes=size, recompute=recompute)
-    of_expert = [one for one in run for _ in range(microbatches)]
-
-    def reduced(owned: float, ranks: int) -> list[Collective]:
-        buckets = math.ceil(owned / derived.bucket_size(config.ddp_bucket_size, device, data * context))
-        return formulas.data_parallel_collectives(
-            owned, ranks, gradient_bytes=4 if config.grad_reduce_in_fp32 else size, parameter_bytes=size,
-            zero1=config.use_distributed_optimizer, buckets=[owned / buckets] * buckets,
-        )  # fmt: skip
-
-    owned = formulas.parameters(shape, tensor, most, expert=expert)
-    apart = formulas.expert_parameters(shape, tensor, most, expert=expert) if expert > 1 else 0
-    of_data = reduced(owned - apart, data * context)
-    of_replicas = reduced(apart, data * context // expert) if apart else []
-    message = size * micro * here.seq * config.hidden_size / (tensor if config.sequence_parallel else 1)
-    why = "activations forward, gradients backward"
-    messages = [Collective("p2p", message, 2, 2 * derived.chunks(config) * microbatches, why)] if stages > 1 else []
-    replicas = "data" if context == 1 else "replicas"
-    of_groups = (
-        ("tensor", of_tensor), ("context", of_context), ("expert", of_expert), (replicas, of_data),
-        ("expert_replicas", of_replicas), ("pipeline", messages),
-    )  # fmt: skip
-    return {name: found for name, found in of_groups if found}
+    model, most = step_model(config, ranks), max(_stages(config), key=lambda stage: stage.layers)
+    layout, whole = model.layout, StageShape(most.layers)
+    found: defaultdict[str, list[Collective]] = defaultdict(list)
+    run = model.of_microbatch(whole)
+    for group in ("tensor", "context", "expert"):
+        if mine := [one for name, one in run if name.split("/")[0] == group]:
+            found[group] = mine * layout.micro_batches
+    owned = formulas.parameters(model.shape, layout.tensor, most, expert=layout.expert)
+    apart = formulas.expert_parameters(model.shape, layout.tensor, most, expert=layout.expert)
+    apart = apart if layout.expert > 1 else 0
+    largest = derived.bucket_size(config.ddp_bucket_size, device, layout.replicas)
+    for count, experts in ((owned - apart, False), (apart, True)):
+        for name, one in model.of_gradients(count, equal_buckets(count, largest), experts=experts):
+            found[name].append(one)
+    if layout.pipeline > 1:
+        positions = model.shape.seq // layout.context * layout.micro_batch
+        shards = layout.tensor if layout.sequence_parallel else 1
+        message = model.element_bytes * positions * config.hidden_size / shards
+        times, why = 2 * derived.chunks(config) * layout.micro_batches, "activations forward, gradients backward"
+        found["pipeline"].append(Collective("p2p", message, 2, times, why))
+    return dict(found)
 
 
 def _stages(config: TransformerSettings) -> list[StageShape]:
@@ -212,37 +187,23 @@ def forecast(
     rate: FLOP/s of a rank. model: of the collectives. The few positions at which a BERT predicts count as all, and the
     numbers that ranks exchange about losses and norms do not count. Raises ValueError if ``model`` lacks an operation.
     """
-    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    context = config.context_parallel_size
-    data = ranks // derived.replica_size(config)
+    step, stages = step_model(config, ranks), config.pipeline_model_parallel_size
     kept = kept_tensors(config, overlap=derived.overlapped(config.overlap_grad_reduce, device))
-    shape, scores = task_of(config).cost_shape(), block_of_scores(config)
+    scores, groups = block_of_scores(config), collectives(config, ranks, device)
     block = {"one block of scores": scores} if scores else {}
-    batch, groups = derived.batch_size(config, data), collectives(config, ranks, device)
     communication = 0.0 if not groups else None
     if groups and model is not None:
         every = (one for found in groups.values() for one in found)
         communication = sum(one.count * _seconds(model, one) for one in every)
+    uses = step.memory(kept, _stages(config), derived.chunks(config))
+    memory, tokens = max(uses, key=lambda use: sum(use.values())) | block, step.layout.batch * config.seq_length
     if stages == 1:
-        memory = block | formulas.training_bytes(
-            shape, config.micro_batch_size, tensor, data, kept, context=context, expert=derived.expert_ranks(config)
-        )
-        flops = formulas.model_flops(shape, batch, kept.recompute) / ranks
-        return Forecast(memory, flops, rate, groups, communication, batch * config.seq_length)
-    microbatches = batch // (config.micro_batch_size * data)
-    uses = [
-        formulas.training_bytes(
-            shape, config.micro_batch_size, tensor, data, kept, stage,
-            formulas.kept_microbatches(number, stages, microbatches, derived.chunks(config)), context=context,
-            expert=derived.expert_ranks(config),
-        )
-        for number, stage in enumerate(_stages(config))
-    ]  # fmt: skip
-    memory = max(uses, key=lambda use: sum(use.values())) | block
-    most, waits = _busiest(config, microbatches)
+        flops = formulas.model_flops(step.shape, step.layout.batch, kept.recompute) / ranks
+        return Forecast(memory, flops, rate, groups, communication, tokens)
+    most, waits = _busiest(config, step.layout.micro_batches)
     counts = [[len(chunk) for chunk in part.chunks] for part in task_of(config).parts()]
     cut = " + ".join(str(one if len(one) > 1 else one[0]) for one in counts)
-    return Forecast(memory, most, rate, groups, communication, batch * config.seq_length, cut, waits / rate)
+    return Forecast(memory, most, rate, groups, communication, tokens, cut, waits / rate)
 
 
 def _seconds(model: FittedModel, one: Collective) -> float:

@@ -13,12 +13,11 @@ from bench.clusters import cluster
 from bench.clusters.device_rates import measure_rates
 from bench.prediction import group_cost
 from bench.prediction.kernels import gemm_seconds
-from bench.prediction.layout import Layout
 from bench.prediction.model_cost import predict as predict_step
 from bench.prediction.model_cost import slowdown
 from bench.prediction.step_report import calibration
 from commengine import UsageError
-from tplayers.formulas import TransformerShape, model_flops
+from tplayers.formulas import StepLayout, TransformerShape, model_flops
 
 
 @pytest.fixture(autouse=True)
@@ -171,13 +170,13 @@ def test_a_step_of_a_shape_calibrates(folder):
         "num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "padded_vocab_size": 4096,
     }  # fmt: skip
     plain = own(folder)
-    rate = predict_step(shape, Layout(micro_batch=2), plain).flops_per_device
+    rate = predict_step(shape, StepLayout(micro_batch=2), plain).flops_per_device
     slower = []
     for factor in (1.0, 0.8):
         seconds = model_flops(shape, 2) / (factor * rate)
         row = {"model": sizes, "micro_batch_size": 2, "recompute": "none", "seconds": seconds}
         found = own(folder, calibration=row)
-        assert predict_step(shape, Layout(micro_batch=2), found).flops_per_device == pytest.approx(factor * rate)
+        assert predict_step(shape, StepLayout(micro_batch=2), found).flops_per_device == pytest.approx(factor * rate)
         slower.append(slowdown(found))
     assert slower[0] == pytest.approx(1) and slower[1] > 1.05
     assert "calibrated: " in calibration(found) and " M parameters, micro-batch 2" in calibration(found)
@@ -190,7 +189,7 @@ def test_measured_attention_and_the_start_of_a_product_count(folder):
     data = yaml.safe_load((cluster.FOLDER / "dgx-a100.yaml").read_text())["device"]
     plain = own(folder, device=data)
     found = own(folder, device=data | {"gemm_start_us": 7, "attention_efficiency": [0.3, 0.25]})
-    shape, layout = TransformerShape(4, 512, 8, 256, 4096), Layout(attention_dropout=False)
+    shape, layout = TransformerShape(4, 512, 8, 256, 4096), StepLayout(attention_dropout=False)
     more = gemm_seconds(found.device, 64, 64, 64) - gemm_seconds(plain.device, 64, 64, 64)
     assert more == pytest.approx(7e-6)
     before, after = (predict_step(shape, layout, one).seconds for one in (plain, found))
