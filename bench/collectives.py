@@ -31,7 +31,6 @@ Four parts have options of their own, which --help tells:
     mpiexec -n 2 python -m bench.collectives --only experts           # rows to experts, by an all_to_all_v or gathered
     mpiexec -n 2 python -m bench.collectives --only switch-points     # from which sizes it leaves MPI on this machine
     python -m bench.collectives --only set-up                         # what set-up costs one rank of up to 16,384
-    mpiexec -n 2 python -m bench.collectives --only bridge            # a call of another program of the job
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study import bridge, experts, overhead, set_up, switch_points
+from bench.collective_study import experts, overhead, set_up, switch_points
 from bench.collective_study.measurement import SIGNS, Measurement
 from bench.collective_study.measuring import GroupSetup, measure_call, place_of
-from bench.collective_study.memory import free_memory
+from bench.collective_study.memory import free_memory, largest_size
 from bench.collective_study.results import FORMAT
 from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import compare, draw, table, write_csv
@@ -56,7 +55,6 @@ from bench.command.machine import environment, heading
 from bench.command.parser import new_parser, part_alone
 from bench.command.start import progress, run_on_ranks
 from bench.command.values import size_of
-from bench.timing.sampling import Stopping
 from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, UNEVEN, CollectiveCall
 from bench.transports.peer_process import PEERS
 from bench.transports.skew import NAMES, shares
@@ -69,11 +67,9 @@ from commengine.rank_zero import on_rank_zero
 
 COMMAND = "bench.collectives"
 GROUPS = ("world", "tensor", "data")
-#: by default all buffers together take at most 1 / MEMORY_SHARE of the memory
-MEMORY_SHARE = 8
 #: the parts that run alone
 ALONE = {
-    "overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up, "bridge": bridge
+    "overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up
 }  # fmt: skip
 #: the transports that every machine has
 DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
@@ -164,26 +160,6 @@ def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]
     return given
 
 
-def largest_size(given: str | None, transports: Sequence[str], memory: dict[str, int]) -> int:
-    """The bytes of --max-bytes; without it, the power of two with which all buffers take a share of the memory.
-
-    Raises ValueError if the buffers do not fit.
-    """
-    buffers = 2 * len(transports) + ("under-all-reduce" in transports)
-    most = memory["available"] // buffers
-    if "shared" in transports:
-        most = min(most, memory["shared"] // 2)
-    if given is None:
-        return 1 << max(0, (most // MEMORY_SHARE).bit_length() - 1)
-    largest = size_of("--max-bytes", given)
-    if largest > most:
-        raise ValueError(
-            f"--max-bytes {given}: {buffers} buffers of that size; at most {most} bytes each fit into "
-            f"the memory that a rank has ({memory['available']} bytes, {memory['shared']} of them shared)"
-        )
-    return largest
-
-
 def series(chosen: Namespace, ranks: int) -> Iterator[list[CollectiveCall]]:
     """Yield the calls of each operation, dtype, reduction and skew: all sizes, ascending, without repetitions."""
     for operation in chosen.operations:
@@ -203,12 +179,14 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
     surroundings = environment(COMMAND, argv)  # before measuring: the load average is that of other programs
     memory = free_memory(world)
     chosen = Namespace(**on_rank_zero(world, lambda: vars(settings(argv, world.size, memory))))
-    stopping = Stopping(chosen.confidence, chosen.time_limit, chosen.warmup)
     rows: list[Measurement] = []
     printed: list[str] = []
     with ProcessGrid(world, chosen.tensor_model_parallel_size) as grid:
         group = {"world": world, "tensor": grid.tensor, "data": grid.data}[chosen.group]
-        place = place_of(world, group, chosen.group, stopping, chosen.overlap)
+        place = place_of(
+            world, group, chosen.group, overlap=chosen.overlap, confidence=chosen.confidence,
+            seconds=chosen.time_limit, warmup=chosen.warmup,
+        )  # fmt: skip
         kinds = [*series(chosen, group.size)]
         sizes = [call.nbytes for calls in kinds for call in calls]
         with (

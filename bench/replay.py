@@ -6,7 +6,7 @@
     mpiexec -n 2 python -m bench.replay profiles/
 
 bench.step --save records the median of several steps; with ``--steps 1`` it records a single one. Traces of MLCommons
-Chakra, PyTorch's profiler and PARAM are replayed, too; the files' content says which of them they are (docs/traces.md).
+Chakra and PyTorch's profiler are replayed, too; the files' content says which of them they are (docs/traces.md).
 A replay has the groups, sizes, dtypes, reductions, streams and order of the step, and waits for a stream where the step
 did. A tensor that lay in a window lies in a window again; all tensors are zero. A replay needs as many ranks as were
 recorded, on any machine; --scale replays the parts of the first ranks on fewer. If a collective took longer in the step
@@ -40,7 +40,7 @@ def parser() -> OneLineParser:
     add = options.add_argument
     add("trace", metavar="TRACE",
         help="the folder of a recording (rank-0.jsonl, ...), of a Chakra trace (PREFIX.0.et, ..., or DIR/PREFIX) or of "
-        "PyTorch's profiles or execution traces (.json or .json.gz, one a rank)")  # fmt: skip
+        "PyTorch's profiles (.json or .json.gz, one a rank)")  # fmt: skip
     add(
         "--groups",
         metavar="FILE",
@@ -108,8 +108,12 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> None:
 def read(argv: Sequence[str] | None) -> dict[str, Any]:
     """The options and the contents of the trace, as JSON types. Raises UsageError or ValueError that names them."""
     arguments = parser().parse_args(argv)
-    data = formats.read(Path(arguments.trace), Path(arguments.groups) if arguments.groups else None)
-    return vars(arguments) | {"data": data}
+    return vars(arguments) | {"data": contents(arguments.trace, arguments.groups)}
+
+
+def contents(trace: str, groups: str | None = None) -> dict[str, Any]:
+    """The contents of a trace, in whichever format. groups: the file of --groups. Raises UsageError that names it."""
+    return formats.read(Path(trace), Path(groups) if groups else None)
 
 
 def run(world: Communicator, surroundings: dict[str, Any], options: dict[str, Any], put: Callable[..., None]) -> None:

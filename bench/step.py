@@ -72,8 +72,13 @@ def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:
     config = recorder.read_traceable(given.model, rest, f"python -m {COMMAND}", world_size)
     given.save_format = formats.chosen(given.save_format, "--save", given=bool(given.save))
     if given.save:
-        recorder.make_folder(Path(given.save), "--save", formats.WRITTEN.values(), overwrite=given.overwrite)
+        new_recording(Path(given.save), "--save", overwrite=given.overwrite)
     return vars(given) | recorder.to_json(config)
+
+
+def new_recording(folder: Path, option: str, *, overwrite: bool) -> None:
+    """Make the folder of a recording in any format, on one rank (`recorder.make_folder`)."""
+    recorder.make_folder(folder, option, formats.WRITTEN.values(), overwrite=overwrite)
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
@@ -99,7 +104,7 @@ def run(world: Communicator, surroundings: dict[str, Any], options: dict[str, An
         shown = on_rank_zero(world, lambda: median_step(traced.steps[0]))
         if options["save"]:
             about = (traced.recordings[shown], traced.bounds[shown])
-            formats.save(world, options["save_format"], Path(options["save"]), *about)
+            formats.save(world, options["save_format"] or formats.DEFAULT, Path(options["save"]), *about)
         trainer.close()
     different: bool = on_rank_zero(world, lambda: conclude(surroundings, options, traced, shown, put))
     return different

@@ -62,7 +62,6 @@ PARTS = {
     "fit": "bench.study.fitting", "report": "bench.study.reporting",
     "overhead": "bench.collective_study.overhead", "switch-points": "bench.collective_study.switch_points",
     "experts": "bench.collective_study.experts", "set-up": "bench.collective_study.set_up",
-    "bridge": "bench.collective_study.bridge",
 }  # fmt: skip
 #: the commands that pass options on to a training run: its settings
 TRAINERS = ("bench.step", "bench.study")

@@ -32,7 +32,7 @@ from bench.collective_study.switch_points import SwitchedEngine
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
-from bench.timing.sampling import Stopping, Timed, Times
+from bench.timing.sampling import Timed, Times
 from bench.transports import skew
 from bench.transports.in_process import LocalCall, timed
 from bench.transports.operations import CollectiveCall
@@ -134,7 +134,7 @@ def main(world: Communicator, argv: Sequence[str]) -> None:
     if world.size < 2:
         raise UsageError("rows go to the experts of other ranks: start it with mpiexec -n 2")
     tokens, hidden = given["tokens"], given["hidden"]
-    place = place_of(world, world, "world", Stopping(seconds=given["time_limit"]))
+    place = place_of(world, world, "world", seconds=given["time_limit"])
     sizes = [max(256, int(4 * tokens * hidden * factor)) for factor in FACTORS]
     calls = [CollectiveCall.of(name, torch.float32, "sum", 0, world.size, size) for name in ALONE for size in sizes]
     cells = [(name, k) for name in given["skew"] for k in range(1, given["most"] + 1)]

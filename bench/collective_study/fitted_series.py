@@ -51,17 +51,17 @@ def model_of(
     Of these series the first transport counts, in place where it was measured; for p2p the first one of MESSAGES.
     """
     of_cost = [one for one in fitted if one.operation in OPERATIONS]
-    kind = KindOfRows.of(((one.series.way, one.series.calls) for one in of_cost), **(given or {}))
+    kind = KindOfRows.of(((one.series.key, one.series.calls) for one in of_cost), **(given or {}))
     used: dict[tuple[str, int], FittedSeries] = {}
-    transports = [one.series.way.transport for one in fitted]
+    transports = [one.series.key.transport for one in fitted]
 
     def order(one: FittedSeries) -> tuple[int, int, bool]:
         operation = one.series.operation
         message = MESSAGES.index(operation) if operation in MESSAGES else 0
-        return transports.index(one.series.way.transport), message, not one.series.in_place
+        return transports.index(one.series.key.transport), message, not one.series.in_place
 
     for one in sorted(of_cost, key=order):
-        if kind.has(one.series.way):
+        if kind.has(one.series.key):
             used.setdefault((one.operation, one.series.ranks), one)
     notes = [kind.words] if kind.words else []
     for (operation, ranks), one in used.items():
@@ -105,7 +105,7 @@ def as_json(
     for one in fitted:
         points = zip(one.series.sizes, one.series.seconds, one.fit.residuals, one.series.errors, strict=True)
         rows.append({
-            **one.series.way._asdict(),
+            **one.series.key._asdict(),
             "in_model": any(one is other for other in used),
             "bic": one.fit.bic,
             "missed": one.fit.missed,
@@ -220,4 +220,4 @@ def draw(fitted: Sequence[FittedSeries]) -> Figure:
         left.set(title=one.series.operation, yscale="log", ylabel="time, us")
         right.set(title=f"{one.series.operation}, residuals", ylabel="(measured - fit) / measured, %")
 
-    return draw_pairs([(one.series.way, one) for one in fitted], plot)
+    return draw_pairs([(one.series.key, one) for one in fitted], plot)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bench.collective_study.measurement import Way
+from bench.collective_study.measurement import SeriesKey
 from commengine import UsageError
 
 
@@ -23,7 +23,7 @@ class KindOfRows:
     words: str = ""
 
     @staticmethod
-    def of(measured: Iterable[tuple[Way, int | None]], **given: str | None) -> KindOfRows:
+    def of(measured: Iterable[tuple[SeriesKey, int | None]], **given: str | None) -> KindOfRows:
         """The kind of (way, calls) that were measured: what is ``given``, or else float32, sum, and most calls.
 
         Of several states the one counts in which most calls were made, and of equal ones the first by name. Raises
@@ -57,7 +57,7 @@ class KindOfRows:
                 said.append(f"{chosen[name]} of {', '.join(there)} (--{name} chooses)")
         return KindOfRows(**chosen, words=f"the model has {'; '.join(said)}" if said else "")
 
-    def has(self, way: Way) -> bool:
+    def has(self, way: SeriesKey) -> bool:
         """Whether a way is of this kind. One that has no dtype, reduction or state is of every kind."""
         fields = ((getattr(way, name), getattr(self, name)) for name in ("dtype", "redop", "state"))
         return all(mine in (None, "none") or str(mine) == wanted for mine, wanted in fields)

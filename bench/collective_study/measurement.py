@@ -25,7 +25,7 @@ _Number = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class Way(NamedTuple):
+class SeriesKey(NamedTuple):
     """The fields that tell measurements of one size apart. None: older files lack it, or the caller leaves it out.
 
     Measurements of one way at several sizes are a series, and a line of a picture.
@@ -113,14 +113,14 @@ class Measurement(ReadPart):
         return self.iterations or 0
 
     @property
-    def way(self) -> Way:
+    def key(self) -> SeriesKey:
         """The fields that tell it apart from others of its size."""
-        return Way(**{name: getattr(self, name) for name in Way._fields})
+        return SeriesKey(**{name: getattr(self, name) for name in SeriesKey._fields})
 
     @property
-    def call(self) -> tuple[Way, int]:
+    def call(self) -> tuple[SeriesKey, int]:
         """What was measured, in whichever state of the machine."""
-        return self.way._replace(state=None), self.bytes
+        return self.key._replace(state=None), self.bytes
 
     @property
     def interval_percent(self) -> float:

@@ -101,11 +101,15 @@ class GroupSetup:
 
 
 def place_of(
-    world: Communicator, group: Communicator, name: str, stopping: Stopping, overlap: bool = False
+    world: Communicator, group: Communicator, name: str, *, overlap: bool = False, **stopping: Any
 ) -> GroupSetup:
-    """The setup for the ranks of ``world``: by agreed times between nodes, and otherwise with states. Collective."""
+    """The setup for the ranks of ``world``: by agreed times between nodes, and otherwise with states. Collective.
+
+    stopping: the fields of `bench.timing.sampling.Stopping`.
+    """
     by_clock = spans_nodes(world.mpi)
-    return GroupSetup(world, group, name, stopping, by_clock, None if by_clock else States(world.mpi), overlap)
+    states = None if by_clock else States(world.mpi)
+    return GroupSetup(world, group, name, Stopping(**stopping), by_clock, states, overlap)
 
 
 def _largest(comm: Communicator, mine: Times) -> Times:

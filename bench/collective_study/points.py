@@ -20,10 +20,10 @@ def model_of_points(rows: Sequence[Measurement]) -> FittedModel:
     It tells the times of the ranks and operations that were measured at two sizes or more, and no others.
     """
     ours = [row for row in comparable(rows) if row.transport in OURS]
-    kind = KindOfRows.of((row.way, row.iterations) for row in ours)
+    kind = KindOfRows.of((row.key, row.iterations) for row in ours)
     times: dict[tuple[str, int], dict[int, float]] = {}
     for row in ours:
-        if kind.has(row.way):
+        if kind.has(row.key):
             mine = times.setdefault((row.operation, row.ranks), {})
             mine[row.bytes] = min(row.p50, mine.get(row.bytes, row.p50))
     found: dict[str, tuple[Segment, ...]] = {}

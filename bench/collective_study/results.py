@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.collective_study.measurement import Measurement, Way
+from bench.collective_study.measurement import Measurement, SeriesKey
 from bench.timing.sampling import half_in_errors
 from commengine import UsageError
 from commengine.files.reading import InputFileError, read_json
@@ -33,12 +33,12 @@ class LeftOut:
 class Series:
     """One operation, run in one way, at several sizes.
 
-    way: all of them are of it. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
+    key: all of them have it. sizes: bytes, ascending. seconds: a statistic of the times. errors: relative standard
     errors. calls: of all rows. unconverged: how many rows did not converge. left_out: the rows that do not count, which
     are in none of the others.
     """
 
-    way: Way
+    key: SeriesKey
     sizes: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
@@ -49,22 +49,22 @@ class Series:
     @property
     def operation(self) -> str:
         """The engine's name of the operation."""
-        return self.way.operation
+        return self.key.operation
 
     @property
     def ranks(self) -> int:
         """The size of the group."""
-        return int(self.way.ranks or 0)
+        return int(self.key.ranks or 0)
 
     @property
     def in_place(self) -> bool:
         """Whether the result replaced the input."""
-        return bool(self.way.in_place)
+        return bool(self.key.in_place)
 
     @property
     def variant(self) -> str:
         """The other fields of the key, for people."""
-        way = self.way
+        way = self.key
         parts = [one for one in (way.transport, way.group, way.dtype, way.redop, way.skew) if one]
         if way.in_place is not None:
             parts.append("in place" if way.in_place else "out of place")
@@ -86,7 +86,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
         raise UsageError(f'{path}: not results of bench.collectives --json: there is no list "rows"')
     if data.get("format") != FORMAT:
         raise UsageError(f"{path}: format {data.get('format')!r}; this version reads {FORMAT}")
-    found: dict[Way, list[tuple[Measurement, float]]] = {}
+    found: dict[SeriesKey, list[tuple[Measurement, float]]] = {}
     for number, one in enumerate(data["rows"]):
         with fault_in(f"{path}: rows[{number}]"):
             row = checked(Measurement, one)
@@ -98,11 +98,11 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
                 raise ValueError(f"ci={[low, high]}: the low end is above the high end")
             if row.wrong:
                 raise ValueError(f"{row.operation} of {row.bytes:g} bytes had {row.wrong} wrong values: not a time")
-            found.setdefault(row.way, []).append((row, spent))
+            found.setdefault(row.key, []).append((row, spent))
     return [_series(way, rows) for way, rows in found.items()], {k: v for k, v in data.items() if k != "rows"}
 
 
-def _series(way: Way, rows: list[tuple[Measurement, float]]) -> Series:
+def _series(way: SeriesKey, rows: list[tuple[Measurement, float]]) -> Series:
     left_out = [LeftOut(row.bytes, spent, row.why_not) for row, spent in rows if row.why_not]
     used = sorted(((row, spent) for row, spent in rows if not row.why_not), key=lambda pair: (pair[0].bytes, pair[1]))
     errors = np.array([_error(row, spent) for row, spent in used], dtype=np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.collective_study.measurement import Measurement, Way
+from bench.collective_study.measurement import Measurement, SeriesKey
 from bench.timing.sampling import FEWEST
 from bench.timing.states import States, name_states
 
@@ -36,8 +36,8 @@ def of_shown_states(rows: list[Measurement], states: States | None) -> list[Meas
 def all_tables(rows: Sequence[Measurement]) -> list[str]:
     """The tables of all rows, one for each operation, dtype, reduction and skew."""
 
-    def of_table(row: Measurement) -> Way:
-        return row.way._replace(transport=None, in_place=None, state=None)
+    def of_table(row: Measurement) -> SeriesKey:
+        return row.key._replace(transport=None, in_place=None, state=None)
 
     return [table(mine) for mine in alike(rows, of_table)]
 

@@ -188,7 +188,7 @@ def main(launched: Communicator, argv: Sequence[str]) -> None:
             raise UsageError("a switch point needs the same number of ranks, at least 2, on every node")
         spans = node < world.size
         series = [names for names in SERIES if names[0] in REDUCING] if spans else SERIES
-        place = place_of(world, world, "world", Stopping())
+        place = place_of(world, world, "world")
         plan = {
             (name, kind): [CollectiveCall.of(name, DTYPES[kind], "sum", 0, world.size, n) for n in chosen["sizes"]]
             for name, kind in series

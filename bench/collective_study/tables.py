@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.collective_study.measurement import Measurement, Way, comparable
+from bench.collective_study.measurement import Measurement, SeriesKey, comparable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,8 +77,8 @@ def compare(rows: list[Measurement], name: str | None) -> list[Measurement]:
     Of two rows that may be compared (`Measurement.why_not`). If one of them did not converge, `over_sign` is "*".
     """
 
-    def same(row: Measurement) -> tuple[Way, int]:
-        return row.way._replace(transport=None), row.bytes
+    def same(row: Measurement) -> tuple[SeriesKey, int]:
+        return row.key._replace(transport=None), row.bytes
 
     theirs = {same(row): row for row in comparable(rows) if row.transport == name}
     found = []
@@ -142,7 +142,7 @@ def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
         axes.plot(sizes, [1e6 * one for one in seconds], "kx", markersize=8, label=CROSS)
 
 
-def line_style(line: Way, transports: Sequence[str | None], kinds: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+def line_style(line: SeriesKey, transports: Sequence[str | None], kinds: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a line.
 
     Markers are hollow in states of the machine other than the first. Lines of rows that are skewed are dotted.
@@ -174,7 +174,7 @@ def draw(rows: Sequence[Measurement]) -> Figure:
     reduction; lines in place are dashed, and each state of the machine and each skew have lines of their own. A cross
     marks a call that does not count.
     """
-    lines = alike([row for row in rows if row.bytes > 0], lambda row: row.way)
+    lines = alike([row for row in rows if row.bytes > 0], lambda row: row.key)
 
     def plot(left: Any, right: Any, line: list[Measurement], style: dict[str, Any]) -> None:
         line = sorted(line, key=lambda row: row.bytes)
@@ -190,10 +190,10 @@ def draw(rows: Sequence[Measurement]) -> Figure:
         for axes, label in ((left, "median time, us"), (right, "bus bandwidth, GB/s")):
             axes.set(yscale="log", ylabel=label, title=title)
 
-    return draw_pairs([(line[0].way, line) for line in lines], plot)
+    return draw_pairs([(line[0].key, line) for line in lines], plot)
 
 
-def draw_pairs(series: Sequence[tuple[Way, T]], plot: Callable[[Any, Any, T, dict[str, Any]], None]) -> Figure:
+def draw_pairs(series: Sequence[tuple[SeriesKey, T]], plot: Callable[[Any, Any, T, dict[str, Any]], None]) -> Figure:
     """Draw series over the size: two plots for each operation, with a legend beside them, where no line can be.
 
     series: a way, for `line_style`, and the argument of ``plot``. plot: draws a series into the

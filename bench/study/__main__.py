@@ -45,7 +45,6 @@ from bench.command.start import progress, run_alone, run_on_ranks
 from bench.report_page.page import page
 from bench.step_study import recorder
 from bench.timing.starting import neighbours
-from bench.traces import formats
 from commengine import Communicator
 from commengine.cost import FittedModel, Link
 from commengine.files.reading import read_json
@@ -211,7 +210,7 @@ def trace_steps(world: Communicator, given: Namespace, surroundings: dict[str, A
     files = {"json": "step.json", "output": "step.md", "timeline": "step.png", "save": folder.RECORDING}
     options = {name: str(place / file) for name, file in files.items()} | {
         "chrome": None,
-        "save_format": formats.DEFAULT,
+        "save_format": None,
     }
     options |= {"model": given.model, "config": given.config}
 
@@ -222,7 +221,7 @@ def trace_steps(world: Communicator, given: Namespace, surroundings: dict[str, A
 
     def trace(warmup: int, steps: int) -> None:
         recording = place / folder.RECORDING
-        on_rank_zero(world, lambda: recorder.make_folder(recording, "DIR", formats.WRITTEN.values(), overwrite=True))
+        on_rank_zero(world, lambda: step.new_recording(recording, "DIR", overwrite=True))
         step.run(world, surroundings, options | {"warmup": warmup, "steps": steps}, write)
 
     trace(2, FEWEST)
@@ -233,7 +232,7 @@ def trace_steps(world: Communicator, given: Namespace, surroundings: dict[str, A
 def replay_step(world: Communicator, place: Path, surroundings: dict[str, Any]) -> None:
     """Run the step's collectives without the compute, as bench.replay does. Collective."""
     recording = place / folder.RECORDING
-    data = on_rank_zero(world, lambda: formats.read(recording))
+    data = on_rank_zero(world, lambda: replay.contents(str(recording)))
     options = {"trace": str(recording), "data": data, "warmup": REPLAYS[0], "rounds": REPLAYS[1], "scale": False}
     files = {"json": str(place / "replay.json"), "output": str(place / "replay.md")}
     replay.run(world, surroundings, options | files, write)

@@ -56,10 +56,10 @@ def parser() -> OneLineParser:
 
 def chosen(series: Sequence[Series], transports: Sequence[str] | None) -> list[Series]:
     """The series of these transports, or of all. Raises UsageError for one that no series has, and if none is left."""
-    there = sorted({str(one.way.transport) for one in series})
+    there = sorted({str(one.key.transport) for one in series})
     if unknown := [name for name in transports or () if name not in there]:
         raise UsageError(f"--transport {unknown[0]}: not among the results, which have {', '.join(there) or 'nothing'}")
-    left = [one for one in series if one.ranks > 1 and (not transports or one.way.transport in transports)]
+    left = [one for one in series if one.ranks > 1 and (not transports or one.key.transport in transports)]
     if not left:
         raise UsageError("nothing to fit: there are no results on 2 ranks or more")
     return left

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench import collectives
 from bench.collective_study.measurement import measurements
 from bench.collective_study.measuring import measure_call, place_of
+from bench.collective_study.memory import largest_size as largest_buffer
 from bench.collective_study.results import FORMAT
 from bench.command.files import replace_json
-from bench.timing.sampling import FEWEST, Stopping
+from bench.timing.sampling import FEWEST
 from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator
 from commengine.files.schema import fault_in
@@ -60,7 +60,7 @@ def cell_seconds(left: float, cells: int) -> float:
 
 def largest_size(given: str | None, memory: dict[str, int]) -> int:
     """The largest size in bytes that --max-bytes asks for, or that fits. Raises ValueError that names the option."""
-    largest = collectives.largest_size(given, TRANSPORTS, memory)
+    largest = largest_buffer(given, TRANSPORTS, memory)
     if largest < LEAST:
         raise ValueError(f"--max-bytes {given}: must be at least {LEAST}")
     return min(largest, 64 << 20) if given is None else largest
@@ -144,7 +144,7 @@ class Sweep:
         done = on_rank_zero(world, lambda: older(self.path))
         if (unit := on_rank_zero(world, lambda: following(done))) is None:
             return
-        place = place_of(world, world, "world", Stopping(least=FEWEST))
+        place = place_of(world, world, "world", least=FEWEST)
         if place.states is not None:
             place.states.restore(done["states_seen"])
         with place.opened(TRANSPORTS, self.largest + 64 * world.size) as (transports, unopened):

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.step_study import recording
 from bench.step_study.recording import Recording
-from bench.traces import chakra, chakra_schema, chakra_writer, kineto, param
+from bench.traces import chakra, chakra_schema, chakra_writer, kineto
 from bench.traces.foreign import ForeignCall, Written, as_recording, numbered
 from bench.traces.progress import check_ends
 from commengine import Communicator, Trace, UsageError
@@ -52,10 +52,6 @@ FORMATS = {
             check=chakra_schema.message_types,
         ),
         TraceFormat("kineto", "PyTorch's profiler (Kineto)", kineto.files, kineto.read),
-        TraceFormat(
-            "param", "PyTorch's execution traces (PARAM), which have no times", param.files, param.read,
-            "rank-{}.json", param.write_rank,
-        ),
     )
 }  # fmt: skip
 #: the formats that are written, by name, and the patterns of their files
@@ -69,7 +65,7 @@ def add_save_format(parser: argparse.ArgumentParser, option: str) -> None:
     parser.add_argument(
         "--save-format",
         choices=tuple(WRITTEN),
-        help=f"with {option}: the format of the files; chakra is for ASTRA-sim, param for PARAM (default: {DEFAULT})",
+        help=f"with {option}: the format of the files; chakra is for ASTRA-sim (default: {DEFAULT})",
     )
 
 
@@ -104,7 +100,7 @@ def read(trace: Path, groups: Path | None = None) -> dict[str, Any]:
         raise UsageError(str(error)) from error
     raise UsageError(
         f"{trace}: not a recording: there is no rank-0.jsonl (bench.step --save makes one), no PREFIX.0.et (Chakra) "
-        "and no .json or .json.gz of PyTorch's profiler or its execution traces"
+        "and no .json or .json.gz of PyTorch's profiler"
     )
 
 

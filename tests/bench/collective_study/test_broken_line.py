@@ -7,7 +7,7 @@ import pytest
 
 from bench.collective_study import broken_line, piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, in_words, tables
-from bench.collective_study.measurement import Way
+from bench.collective_study.measurement import SeriesKey
 from bench.collective_study.results import Series
 from commengine.cost import FittedModel
 
@@ -20,7 +20,7 @@ SIZES = np.array([4.0 * 2**k for k in range(25)])
 
 
 def series(microseconds, errors=None, transport="engine"):
-    way = Way("all_gather", 2, transport, in_place=True)
+    way = SeriesKey("all_gather", 2, transport, in_place=True)
     times = 1e-6 * np.array(microseconds)
     return Series(way, SIZES[: len(times)], times, np.full(len(times), 0.01) if errors is None else errors)
 

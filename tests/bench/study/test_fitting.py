@@ -9,7 +9,7 @@ import pytest
 
 from bench.collective_study import piecewise
 from bench.collective_study.fitted_series import FittedSeries, as_json, draw, tables
-from bench.collective_study.measurement import Measurement, Way
+from bench.collective_study.measurement import Measurement, SeriesKey
 from bench.collective_study.piecewise import FittedSegment, PiecewiseFit
 from bench.collective_study.results import Series, read
 from bench.collective_study.tables import draw as collectives_picture
@@ -308,7 +308,7 @@ def test_file_that_is_none_is_named(tmp_path, capsys):
 
 
 def test_an_end_that_the_data_do_not_bound_reads_0_or_infinity():
-    way = Way("all_reduce", 2, "engine", in_place=True)
+    way = SeriesKey("all_reduce", 2, "engine", in_place=True)
     sizes = np.array([8.0, 64.0, 512.0])
     segment = FittedSegment(0.0, (0.0, 0.0), 1e-6, (0.0, math.inf), 1e-9, (0.0, math.inf))
     series = Series(way, sizes, 1e-6 + 1e-9 * sizes, np.zeros(3))
@@ -352,7 +352,7 @@ def test_fits_have_the_lines_of_the_collectives_and_legends_beside_them():
     fitted, rows = [], []
     for transport in ("engine", "mpi4py"):
         for in_place in (False, True):
-            way = Way("all_reduce", 2, transport, dtype="float32", redop="sum", in_place=in_place)
+            way = SeriesKey("all_reduce", 2, transport, dtype="float32", redop="sum", in_place=in_place)
             times = 1e-6 + 1e-9 * sizes
             series = Series(way, sizes, times, np.full(4, 0.01))
             fitted.append(FittedSeries(series, piecewise.fit(series.sizes, series.seconds, series.errors)))
@@ -376,7 +376,7 @@ def test_a_line_between_two_sizes_has_no_residual() -> None:
     ends = (1.0, 1.0)
     parts = tuple(FittedSegment(start, ends, 1e-6, ends, 1e-9, ends) for start in (0.0, 20.0, 24.0))
     sizes = np.array([8.0, 16.0, 32.0])
-    series = Series(Way("all_reduce", 2, None), sizes, np.full(3, 1e-6), np.full(3, 0.01))
+    series = Series(SeriesKey("all_reduce", 2, None), sizes, np.full(3, 1e-6), np.full(3, 0.01))
     found = [*tables([FittedSeries(series, PiecewiseFit(parts, (0.5, 0.0, 0.25), 0.0))])]
     assert [line.split("|")[-3:-1] for line in found[2:5]] == [
         [" 35.4% ", " +50.0% "],
