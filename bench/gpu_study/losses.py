@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_study.rows import RowFile
-from commengine.files.reading import read_json_lines
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in, read_json_lines
 from commengine.options.parser import OneLineParser
 
 #: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.
