@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten
 
 from commengine import CartesianGrid, Decomposition
+from commengine.torch_private import private
 from tplayers.fields.layer import FieldLayer, check_geometry
 
 from .functions import call
@@ -212,7 +212,7 @@ def _traced(tracer: FieldTracer, module: nn.Module) -> tuple[FieldTracer, fx.Gra
     if _random_states() != drawn:
         raise tracer.refused(f"the forward of {type(module).__name__}", "it draws random numbers", "nn.Dropout")
     for path, one in module.named_modules():
-        kept = tree_flatten({name: value for name, value in vars(one).items() if name != "_modules"})[0]
+        kept = private("tree_leaves")({name: value for name, value in vars(one).items() if name != "_modules"})
         if any(isinstance(value, fx.Proxy) for value in kept) or before[path] != _tensors(one):
             raise Refused(
                 f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which a "
