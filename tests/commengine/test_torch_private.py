@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import checkpoint
 
-from commengine.torch_private import NAMES, MissingInTorch, private
+from commengine import torch_private
+from commengine.torch_private import NAMES, MissingInTorch, private, watched_recomputation
 
 ROOT = Path(__file__).resolve().parents[2]
 #: private names outside the table, and why each is no danger
@@ -49,7 +51,8 @@ def private_names(source):
             found = [f"{node.module}.{one.name}" for one in node.names]
         elif isinstance(node, ast.Attribute):
             name = dotted(node)
-            for known, whole in (("forward_ad", "torch.autograd.forward_ad"), ("F", "torch.nn.functional")):
+            for known, whole in (("forward_ad", "torch.autograd.forward_ad"), ("F", "torch.nn.functional"),
+                                 ("checkpoint", "torch.utils.checkpoint")):  # fmt: skip
                 name = name.replace(f"{known}.", f"{whole}.", 1) if name.startswith(f"{known}.") else name
             found = [name] if name.startswith("torch.") else []
         else:
@@ -86,7 +89,7 @@ def test_without_a_substitute_the_call_names_torch_and_the_use(name, monkeypatch
 
 @pytest.mark.parametrize("name", [one for one in NAMES.values() if one.instead is not None], ids=lambda one: one.path)
 def test_a_substitute_serves(name, monkeypatch):
-    if name.path != "torch._C._cuda_getCurrentRawStream":  # which a torch without CUDA has not
+    if name.path != "torch._C._cuda_getCurrentRawStream" or torch.version.cuda:  # which a CPU build has not
         assert name.found() is not name.instead
         taken_away(monkeypatch, name)
     assert name.found() is name.instead
@@ -112,3 +115,17 @@ def test_substitutes_do_the_same():
         before = many[0]._version
         count((many[0],))
         assert many[0]._version == before + 1
+
+
+def test_a_recomputation_is_seen_or_the_torch_is_refused(monkeypatch):
+    """Whether or not gradients are followed; and a torch that calls another function is noticed at once."""
+    found = []
+    with watched_recomputation(found.append), torch.no_grad():
+        found.clear()
+        checkpoint.checkpoint(torch.clone, torch.ones(3), use_reentrant=False)
+    assert any(isinstance(one, torch.Tensor) and one.numel() == 3 for one in found[0])
+    monkeypatch.setattr(torch_private, "RECOMPUTATION", ("_no_such_name",))
+    with pytest.raises(MissingInTorch, match="which a trace that must see recomputations needs"):
+        watched_recomputation(found.append).__enter__()
+    checkpoint.checkpoint(torch.clone, torch.ones(3), use_reentrant=False)
+    assert len(found) == 1
