@@ -4,6 +4,8 @@ import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 from tests.support import documents
 from tests.support.mpirun import ROOT
 
@@ -14,7 +16,7 @@ def test_the_committed_diagrams_are_those_that_the_code_draws() -> None:
     assert SCRIPT["main"](["--check"]) == 0
 
 
-def test_a_diagram_that_differs_or_is_missing_is_named(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_diagram_that_differs_or_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert SCRIPT["main"]([], tmp_path) == 0 and SCRIPT["main"](["--check"], tmp_path) == 0
     groups, other = tmp_path / "groups.svg", tmp_path / "f-and-g.svg"
     groups.write_text(groups.read_text().replace("stage 1", "stage 2"))
