@@ -224,8 +224,7 @@ def folder(tmp_path_factory):
 
 #: the pages whose commands are run, in this order
 RUN = (
-    "corpus.md", "cost-study.md", "prediction.md", "measuring-reference.md", "training.md", "data.md",
-    "bert.md", "sizes.md",
+    "corpus.md", "cost-study.md", "prediction.md", "measuring-reference.md", "training.md", "sizes.md",
 )  # fmt: skip
 
 
