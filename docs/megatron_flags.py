@@ -14,26 +14,23 @@ PAGE = Path(__file__).with_name("megatron-flags.md")
 HEAD = """# Megatron-LM's flags
 
 `pretrain_gpt`, `pretrain_bert` and `finetune` take the command lines of Megatron-LM's users. Flags that `--help` lists
-mean the same as there. This page has an answer to each other flag of Megatron-LM from 2019 to August 2026, also in a
-file of `--config`. `python docs/megatron_flags.py` writes it from the table in the code.
+mean the same as there. This page, which `python docs/megatron_flags.py` writes, has an answer to each other flag of
+Megatron-LM from 2019 to August 2026, also in a file of `--config`.
 
 - *taken*: the flag changes no number of a run here. The run says so at its start, once, with the reason.
 - *is*: the flag stands for others. The run says for which.
-- *refused*: the run does not start. It names the flag, and what to write in its place if there is something.
+- *refused*: the run does not start. It names the flag, and what to write in its place if there is something. Such a
+  flag is taken where it has Megatron-LM's default, or a value that its row names.
 
-A flag that is refused is taken where it has Megatron-LM's default, or a value that its row names: it then asks for what
-a run does anyway. (GPT), (BERT) and (finetune) name the command that a row holds for.
-
-`--mock-data` needs no files: tokens are drawn from a Zipf distribution, as a function of `--seed` and of the sample's
-number, from the `--vocab-size` tokens of the NullTokenizer (before core 0.18 Megatron-LM added one for the end of a
-document) or from those of the tokenizer. Three things have no flag: the warm-up of the learning rate is one step ahead
-of Megatron-LM's, whose first step has the rate 0; the loss is the mean over all tokens of the global batch, as it is
-there with `--calculate-per-token-loss`; and `--check-for-spiky-loss` takes a number.
+(GPT), (BERT) and (finetune) name the command that a row holds for. Three things have no flag: the warm-up of the
+learning rate is one step ahead of Megatron-LM's, whose first step has the rate 0; the loss is the mean over all tokens
+of the global batch, as it is there with `--calculate-per-token-loss`; and `--check-for-spiky-loss` takes a number. The
+`--vocab-size` of `--mock-data` counts all tokens; before core 0.18 Megatron-LM added one for the end of a document.
 
 ## Defaults that differ
 
-A run that does not give these flags says at its start that their defaults are not Megatron-LM's. Sizes and rates that
-must be given there, such as `--num-layers` and `--lr`, have defaults here.
+A run that does not give these flags says so at its start. Sizes and rates that must be given there, such as
+`--num-layers` and `--lr`, have defaults here.
 """
 
 #: what a row says of its kind
@@ -59,7 +56,7 @@ def _row(answer: Verdict) -> str:
     said = f"{kind} {text}" if kind in ("is", "refused: use") else f"{kind}: {text}"
     if answer.kind == "set" and text.startswith("taken"):
         said = text
-    return f"| {flags} | {said}{answer.how and f', {answer.how}'}{_only(answer.commands)} |"
+    return f"- {flags}: {said}{answer.how and f', {answer.how}'}{_only(answer.commands)}"
 
 
 def page() -> Iterator[str]:
@@ -71,8 +68,6 @@ def page() -> Iterator[str]:
         yield f"| `{one.flag}` | {_escaped(one.here)}{_only(one.commands)} | {_escaped(one.there)} |"
     for title, answers in TABLE.items():
         yield f"\n## {title}\n"
-        yield "| flags | here |"
-        yield "|---|---|"
         yield from map(_row, answers)
 
 

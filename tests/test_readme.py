@@ -17,8 +17,7 @@ from trainers.scoring.settings import COMMAND as EVALUATE
 from trainers.settings.command import Command
 
 USERS = [
-    mpirun.ROOT / page
-    for page in ("README.md", *(f"docs/{name}.md" for name in ("training", "data", "sizes", "weights")))
+    mpirun.ROOT / page for page in ("README.md", *(f"docs/{name}.md" for name in ("training", "sizes", "weights")))
 ]
 EXAMPLE = (mpirun.ROOT / "examples" / "inside_mpi.py").read_text()
 

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         ("--cases",): {"type": int, "nargs": "+", "metavar": "N", "help": "only these of each part, passed or not"},
         ("--anew",): {"action": "store_true", "help": "run the cases again that have passed"},
         ("--results",): {"default": "runs/faults/results.jsonl", "help": "a row for each case (default %(default)s)"},
-        ("--table",): {"help": "write the table there: between its marks in docs/faults.md, or to a new file"},
+        ("--table",): {"help": "write the table there: between its marks in bench/results/faults.md, or to a new file"},
         ("--folder",): {"default": "runs/faults", "help": "of the cases; failed ones stay there (default %(default)s)"},
     }.items():
         if words[0] in ("--results", "--table", "--folder"):

@@ -12,6 +12,9 @@ from typing import Any
 BEGIN = "<!-- faults: written by python -m tests.faults -->"
 END = "<!-- faults: end -->"
 
+#: the outcomes of a part that the table names; the rest is counted
+SHOWN = 6
+
 Row = dict[str, Any]
 
 
@@ -71,7 +74,9 @@ def _unless_run(part: Mapping[str, Any]) -> str:
 
 def _counted(rows: Iterable[Row]) -> str:
     count = Counter(row["outcome"] if row["passed"] else f"FAILED: {row['outcome'][:80]}" for row in rows)
-    return ", ".join(f"{number} {words.replace('|', '/')}" for words, number in count.most_common(12))
+    others = sum(number for _, number in count.most_common()[SHOWN:])
+    shown = [f"{number} {words.replace('|', '/')}" for words, number in count.most_common(SHOWN)]
+    return ", ".join(shown + [f"{others} others"] * bool(others))
 
 
 def _listed(words: Iterable[str]) -> str:

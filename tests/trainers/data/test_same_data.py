@@ -87,7 +87,7 @@ def test_a_file_that_is_newer_than_its_checksums_is_said_at_every_start(tmp_path
 
 
 def test_only_reading_notices_a_change_that_keeps_the_time(tmp_path):
-    """As docs/data.md says."""
+    """As docs/training.md says."""
     a = write(tmp_path / "a")
     record = stream_of(a).record(10)
     rewrite_middle(a, keep_time=True)
