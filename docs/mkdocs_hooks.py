@@ -25,5 +25,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Turn ``](../bench/results/x.md)`` into ``](results/x.md)``: one folder less to leave. Add the tables of flags."""
-    markdown = WITH_FLAGS(markdown)
+    markdown = WITH_FLAGS(markdown).replace("](../../docs/", "](../")  # a result's link to a page
     return LINK.sub(lambda link: f"]({link['up'].removeprefix('../')}results/", markdown)
