@@ -1,18 +1,18 @@
-"""The picture of README.md, made from a table of bench/results: ``python docs/picture.py``.
+"""The picture of README.md, made from the rows of a table of bench/results: ``python docs/picture.py``.
 
 One panel: the time of an all-reduce of fp32 on two ranks, by the engine and by MPI, from 4 bytes to 64 MB.
 """
 
 from __future__ import annotations
 
-import re
+import csv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "bench" / "results" / "all_reduce.md"
+TABLE = ROOT / "bench" / "results" / "all_reduce.csv"
 PICTURE = ROOT / "docs" / "images" / "all_reduce.png"
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20}
-#: the columns that are drawn: their label, colour and marker
+#: the ways that are drawn: their label, colour and marker
 DRAWN = {
     "mpi4py": ("mpi4py over MPICH", "#999999", "s"),
     "private": ("commengine, any tensor", "#d55e00", "o"),
@@ -21,15 +21,11 @@ DRAWN = {
 
 
 def times(text: str) -> dict[str, dict[int, float]]:
-    """Microseconds by column and size in bytes: the first table of float32 of ``bench.all_reduce``'s result."""
-    table = text.split("float32, microseconds:\n", 1)[1].lstrip("\n").split("\n\n", 1)[0]
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-    found: dict[str, dict[int, float]] = {name: {} for name in head[1:]}
-    for row in rows:
-        number, unit = row[0].split()
-        for name, cell in zip(head[1:], row[1:], strict=True):
-            if cell:
-                found[name][int(number) * UNITS[unit]] = float(re.split(r"[ ~]", cell)[0])
+    """Microseconds by way and size in bytes: of float32, in the first state of the machine."""
+    found: dict[str, dict[int, float]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        if (row["state"], row["dtype"]) == ("1", "float32") and row["median_us"]:
+            found.setdefault(row["way"], {})[int(row["bytes"])] = float(row["median_us"])
     return found
 
 

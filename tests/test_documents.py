@@ -346,7 +346,7 @@ def test_parts_of_other_programs_that_pages_show_are_in_the_files(language):
     assert all(text in (ROOT / title).read_text() for title, text in shown)
 
 
-RESULT = re.compile(r"\]\(((?:\.\./)*bench/results/[\w.-]+\.(?:md|json))\)")
+RESULT = re.compile(r"\]\(((?:\.\./)*bench/results/[\w.-]+\.(?:md|json|csv))\)")
 #: a figure that was measured or computed: a number with decimals, of no version and in no name
 FIGURE = re.compile(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w.]*\.\d|\w)")
 
@@ -373,9 +373,10 @@ def quoted(page: Path) -> list[tuple[str, list[Path]]]:
 
 @each("page", PAGES, documents.name)
 def test_figures_that_a_page_quotes_stand_in_the_results(page):
-    """Each number with decimals beside a link to a file of bench/results is in that file."""
+    """Each number with decimals beside a link to a file of bench/results is in it, or in a CSV that it names."""
     for text, files in quoted(page):
-        results = "".join(file.read_text() for file in files)
+        rows = [file.parent / name for file in files for name in re.findall(r"\]\(([\w.-]+\.csv)\)", file.read_text())]
+        results = "".join(file.read_text() for file in (*files, *rows))
         figures = FIGURE.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", text))
         missing = [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results)]
         assert missing == [], f"{', '.join(file.name for file in files)} has no {missing}: {text}"

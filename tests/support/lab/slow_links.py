@@ -89,13 +89,18 @@ def page(folder: Path, names: list[str]) -> list[str]:
     return [*lines, "", f"Gains of at least {WORTH - 1:.0%} whose lower quartile is a gain, too:", "", *verdicts]
 
 
-def main() -> None:
-    """Measure what is missing, and print the page."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     options = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=__doc__, allow_abbrev=False)
     options.add_argument("--folder", type=Path, default=Path("runs/slow_links"), metavar="FOLDER")
     options.add_argument("--rounds", type=int, default=11)
     options.add_argument("--output", type=Path, metavar="FILE", help="write the table as markdown")
-    given = options.parse_args()
+    return options
+
+
+def main() -> None:
+    """Measure what is missing, and print the page."""
+    given = parser().parse_args()
     if (reason := why_not()) is not None:
         raise SystemExit(f"{COMMAND}: this machine cannot emulate hosts: {reason}")
     given.folder.mkdir(parents=True, exist_ok=True)
