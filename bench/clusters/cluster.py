@@ -15,18 +15,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, WrapValidator
 
+from bench.clusters.names import FOLDER, OWN, OWN_FILE, names
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Machine
 from commengine.files.reading import InputFileError, read_yaml, require_regular
 from commengine.files.schema import FilePart, checked
 from tplayers.formulas import TransformerShape, model_flops
 
-FOLDER = Path(__file__).parent
 # FlashAttention-2 on an A100 reaches up to 73% of peak forward and 63% backward (Dao 2023), and less at usual lengths.
 FUSED_ATTENTION = (0.6, 0.5)
 
-#: the name of the user's own machine, and its file, which the command writes into the user's folder
-OWN, OWN_FILE = "this-machine", "this-machine.yaml"
 MEASURE = "python -m bench.predict --measure"
 OWN_COMMAND = f"{MEASURE} --output {OWN_FILE}"
 
@@ -154,11 +152,6 @@ class Cluster:
     calibration: Calibration | None
     fitted: FittedModel | None
     measured: Mapping[tuple[int, int], FittedModel] = field(default_factory=dict)
-
-
-def names() -> list[str]:
-    """The names of the clusters in this folder."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Cluster:

@@ -1,4 +1,7 @@
-"""Start a command, on every rank of a job or in one process, and report errors of the user in one line."""
+"""Start a command, on every rank of a job or in one process, and report errors of the user in one line.
+
+Importing this imports no torch, so that a command can answer ``--help`` before the imports that take seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from tqdm import tqdm
-
-from commengine import Communicator, UsageError, launch
-from commengine.device.choice import DeviceLike
-from commengine.errors import one_line
+from commengine.errors import UsageError, one_line
 from commengine.job_end import handle_signal
 from commengine.startup.tasks import task_number
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from commengine import Communicator
+    from commengine.device.choice import DeviceLike
 
 STATUS = 2  # of a process whose user made an error
 HELP = ("-h", "--help")
@@ -35,6 +40,7 @@ def run_on_ranks(
     `UsageError`, which every rank raises together, is printed by rank 0 and ends every rank with status 2.
     """
     answer_help(command, parser)
+    from commengine import launch
 
     def reported(world: Communicator) -> int | None:
         try:
@@ -117,6 +123,8 @@ def progress(world: Communicator, total: int, description: str | None = None, *,
 
     piped: also where it is a launcher's pipe, in which it is drawn less often, and in 80 columns.
     """
+    from tqdm import tqdm
+
     disable = True if world.rank else False if piped else None  # tqdm: None disables it where there is no terminal
     more: dict[str, Any] = {"mininterval": 0.1 if sys.stderr.isatty() else 2.0, "ncols": 80} if piped else {}
     return tqdm(total=total, disable=disable, file=sys.stderr, desc=description, leave=False, **more)
