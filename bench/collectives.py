@@ -35,10 +35,18 @@ Four parts have options of their own, which --help tells:
 
 from __future__ import annotations
 
+import sys
+
+from bench.collective_study.options import ALONE, collectives_parser
+from bench.command.parser import part_alone
+from bench.command.start import answer_help, progress, run_on_ranks
+
+if __name__ == "__main__" and not part_alone(ALONE)[0]:  # before the other imports, which take seconds
+    answer_help("bench.collectives", lambda: collectives_parser(__doc__))
+
 import math
 import random
-import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,77 +58,24 @@ from bench.collective_study.memory import free_memory, largest_size
 from bench.collective_study.results import FORMAT
 from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import compare, draw, table, write_csv
-from bench.command.files import Kept, add_files, write_json, write_unfinished
+from bench.command.files import Kept, write_json, write_unfinished
 from bench.command.machine import environment, heading
-from bench.command.parser import new_parser, part_alone
-from bench.command.start import progress, run_on_ranks
 from bench.command.values import size_of
-from bench.transports.operations import DTYPES, OPERATIONS, REDOPS, REDUCING, UNEVEN, CollectiveCall
-from bench.transports.peer_process import PEERS
+from bench.transports.operations import DTYPES, REDUCING, UNEVEN, CollectiveCall
 from bench.transports.skew import NAMES, shares
-from bench.transports.variants import TRANSPORTS
 from commengine import CollectiveError, Communicator, GridLayout, ProcessGrid, UsageError
 from commengine.dtypes import reduction_error
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, ValidRange
 from commengine.rank_zero import on_rank_zero
 
 COMMAND = "bench.collectives"
-GROUPS = ("world", "tensor", "data")
-#: the parts that run alone
-ALONE = {
-    "overhead": overhead, "switch-points": switch_points, "experts": experts, "set-up": set_up
-}  # fmt: skip
-#: the transports that every machine has
-DEFAULT_TRANSPORTS = ("engine", "mpi4py", "shared", "stream")
-
-
-#: a smaller factor would make so many sizes that the first is not measured
-STEP_FACTOR = ValidRange(lambda factor: 1.01 <= factor <= 10**6, "must be a number above 1, from 1.01 to 1000000")
+#: the parts that run alone, in the order of ALONE
+PARTS = dict(zip(ALONE, (overhead, switch_points, experts, set_up), strict=True))
 
 
 def parser() -> OneLineParser:
     """The command line."""
-    options = new_parser(COMMAND, __doc__)
-    add = options.add_argument
-    add("--only", choices=tuple(ALONE), help="run this part alone; it has other options")
-    add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="(default: all)")
-    add("--transports", nargs="+", choices=[*TRANSPORTS, *PEERS], default=list(DEFAULT_TRANSPORTS),
-        help=f"(default: {' '.join(DEFAULT_TRANSPORTS)})")  # fmt: skip
-    add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
-    add("--redop", nargs="+", choices=REDOPS, default=["sum"], help="(default: sum)")
-    add("--skew", nargs="+", default=["uniform"], metavar="NAME",
-        help="of all_to_all_v and all_gather_v: uniform, zipf, hot, or a JSON file, [rank][expert] tokens")  # fmt: skip
-    add("--min-bytes", default="1", metavar="SIZE", help="smallest size, rounded up to whole elements of every rank")
-    add(
-        "--max-bytes",
-        metavar="SIZE",
-        help="largest size, such as 64M, also off the factor (default: all buffers take an eighth of the memory)",
-    )
-    add("--step-factor", type=float, valid=STEP_FACTOR, default=2.0, help="factor from one size to the next")
-    add("--in-place", action=BooleanOptionalAction, default=True, help="also run in place, where an operation can")
-    add("--out-of-place", action=BooleanOptionalAction, default=True,
-        help="also run out of place; operations that have no other form always are")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,
-        help="ranks of a tensor group; the data groups follow from it")  # fmt: skip
-    add("--group", choices=GROUPS, default="world",
-        help="world, tensor or data: all groups of this kind run at the same time")  # fmt: skip
-    add("--confidence", type=float, valid=OPEN_FRACTION, default=0.05,
-        help="measure until the 95%% interval of the median is +-this share")  # fmt: skip
-    add("--time-limit", type=float, valid=SECONDS, default=0.5,
-        help="seconds for one transport at one size and place, converged or not")  # fmt: skip
-    add("--warmup", type=int, valid=COUNT, default=5, help="calls before those that count")
-    add("--overlap", action="store_true",
-        help="for the transport stream: the share that is hidden behind as much compute")  # fmt: skip
-    add("--over", metavar="NAME",
-        help="also the time of each transport over that of this one, in the same state of the machine")  # fmt: skip
-    add_files(
-        options,
-        json="write every number, as bench.study --only fit reads it",
-        csv="write a line for each row of the tables",
-        plot="draw time and bus bandwidth over the size: .png, .svg or .pdf",
-    )
-    return options
+    return collectives_parser(__doc__)
 
 
 def settings(argv: Sequence[str] | None, world_size: int, memory: dict[str, int]) -> Namespace:
@@ -273,5 +228,5 @@ def conclude(result: dict[str, Any], rows: list[Measurement], chosen: Namespace,
 if __name__ == "__main__":
     part, sys.argv[1:] = part_alone(ALONE)
     if part:
-        run_on_ranks(ALONE[part].COMMAND, lambda world: ALONE[part].main(world, sys.argv[1:]), ALONE[part].parser)
+        run_on_ranks(PARTS[part].COMMAND, lambda world: PARTS[part].main(world, sys.argv[1:]), PARTS[part].parser)
     run_on_ranks(COMMAND, main, parser)

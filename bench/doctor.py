@@ -12,6 +12,12 @@ result, or ranks with different versions.
 
 from __future__ import annotations
 
+from bench.checkup.options import doctor_parser
+from bench.command.start import answer_help, run_on_ranks
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    answer_help("bench.doctor", lambda: doctor_parser(__doc__))
+
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,29 +26,21 @@ from bench.checkup.facts import rank_facts
 from bench.checkup.findings import WRONG, findings
 from bench.checkup.page import page
 from bench.checkup.self_test import self_test
-from bench.command.files import add_files, publish
+from bench.command.files import publish
 from bench.command.machine import environment
-from bench.command.parser import new_parser
-from bench.command.start import run_on_ranks
 from bench.timing.starting import neighbours
 from commengine import Communicator
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import between
 from commengine.rank_zero import gather_json, on_rank_zero
 
 COMMAND = "bench.doctor"
 #: the format of the JSON file
 FORMAT = 2
-LONGEST = 600.0
 
 
 def parser() -> OneLineParser:
     """The command line."""
-    options = new_parser(COMMAND, __doc__)
-    options.add_argument("--seconds", type=float, valid=between(0, LONGEST), default=10.0,
-                         help="about the time of the self-test; 0 leaves it out")  # fmt: skip
-    add_files(options, output="write the page as markdown", json="write all that was found, of every rank")
-    return options
+    return doctor_parser(__doc__)
 
 
 def main(world: Communicator, argv: Sequence[str] | None = None) -> int:

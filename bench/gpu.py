@@ -17,6 +17,13 @@ on the CPU, and ``losses`` only reads files. ``bench/gpu.sh`` runs all of them, 
 from __future__ import annotations
 
 import sys
+
+from bench.command.start import HELP, answer_help, run_alone, run_on_ranks, user_errors
+from bench.gpu_study.options import gpu_parser
+
+if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in HELP:  # before the other imports, which take seconds
+    answer_help("bench.gpu", lambda: gpu_parser(__doc__))
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +31,6 @@ import torch
 
 from bench.command.files import add_files
 from bench.command.machine import environment
-from bench.command.parser import new_parser
-from bench.command.start import answer_help, run_alone, run_on_ranks, user_errors
 from bench.gpu_study import blocks, dropout, flops, losses, machine_report, overhead, overlap, profile
 from bench.programs.driver import ContestError
 from commengine import UsageError
@@ -48,20 +53,17 @@ ON_RANKS = ("flops", "overlap", "profile", "dropout", "blocks")  # each process 
 
 def parser() -> OneLineParser:
     """The command line: a subcommand for each study."""
-    options = new_parser(COMMAND, __doc__)
-    studies = options.add_subparsers(dest="study", required=True, metavar="STUDY")
-    for name, study in STUDIES.items():
-        line = str(study.__doc__).splitlines()[0]
-        own = studies.add_parser(
-            name, prog=f"{options.prog} {name}", help=line, description=study.__doc__,
-            formatter_class=options.formatter_class,
-        )  # fmt: skip
+
+    def fill(name: str, own: OneLineParser) -> None:
+        study = STUDIES[name]
+        own.description = study.__doc__
         if hasattr(study, "add_options"):
             study.add_options(own)
         if name in ON_GPU:
             own.add_argument("--tiny", action="store_true", help="the least sizes, to try it without a GPU")
         add_files(own)
-    return options
+
+    return gpu_parser(__doc__, fill)
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:

@@ -23,6 +23,12 @@ skew between ranks.
 
 from __future__ import annotations
 
+from bench.command.start import answer_help, run_alone, user_errors
+from bench.prediction.flags import DEFAULTS, FAMILY, LAYOUT, PIPELINE, SHAPE, predict_parser
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    answer_help("bench.predict", lambda: predict_parser(__doc__))
+
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,29 +36,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.clusters.cluster import OWN, OWN_FILE, Cluster, load, names
-from bench.command.files import add_files
+from bench.clusters.cluster import Cluster, load
 from bench.command.machine import environment, heading
-from bench.command.parser import new_parser
-from bench.command.start import run_alone, user_errors
 from bench.prediction import own_machine, paper, paper_2021, plan
 from bench.prediction.model_cost import slowdown
-from bench.prediction.options import (
-    DEFAULTS,
-    FAMILY,
-    LAYOUT,
-    PIPELINE,
-    SHAPE,
-    add_options,
-    batch_of,
-    dropout_of,
-    layout_of,
-    shape_of,
-)
+from bench.prediction.options import batch_of, dropout_of, layout_of, shape_of
 from bench.prediction.step_report import calibration, describe, numbers_of
 from commengine.options.declared import flag_of
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import between
 from tplayers.formulas import StepLayout, TransformerShape, parameters
 from trainers import presets
 from trainers.settings.layout import METHODS
@@ -63,57 +54,7 @@ RESERVE_GB, TOP = presets.RESERVE_GB, 12  # TOP: rows of --plan that are printed
 
 def parser() -> OneLineParser:
     """The command line."""
-    options = new_parser(COMMAND, __doc__)
-    add = options.add_argument
-    add(
-        "--cluster",
-        metavar="NAME|FILE",
-        help=f"one of {', '.join(names())}; {OWN}, which is the {OWN_FILE} that --measure wrote into this "
-        "folder; or any YAML file (default: dgx-2h; with --paper 2021, selene)",
-    )
-    add_options(options)
-    add(
-        "--plan",
-        action="store_true",
-        help="find the fastest layout that fits, and say why the others lose; the exit status is 1 if none fits",
-    )
-    add(
-        "--reserve-gb",
-        type=float,
-        valid=between(0, 10**6),
-        metavar="GB",
-        help=f"with --plan: memory that a device keeps for contexts and buffers (default: {RESERVE_GB:g})",
-    )
-    add(
-        "--paper",
-        nargs="?",
-        choices=("2019", "2021"),
-        const="2019",
-        help="predict the 13 scaling figures of Shoeybi et al. 2019, or Table 1 and two figures of Narayanan et "
-        "al. 2021; takes no model or layout",
-    )
-    add(
-        "--ablation",
-        action="store_true",
-        help="with --paper 2019: also predict them without each part of the model, and with other constants",
-    )
-    add("--measure", action="store_true", help=f"measure this machine, and print its file, such as {OWN_FILE}")
-    add(
-        "--overhead",
-        metavar="FILE",
-        file="read",
-        help="with --measure: what bench.collectives --only overhead --json wrote here (default: the links of "
-        "amd-epyc.yaml)",
-    )
-    add_files(
-        options,
-        json="write the numbers. --paper: by figure5-mp, figure5-mp-dp, table7 and table8, lists of published and "
-        "predicted in the paper's order, without the rows that are 100%% by definition (2021: by table1, figure12 and "
-        "figure16). --plan: the model, the cluster "
-        "and all candidates, best first. Otherwise: the model, the cluster, the layout and its step",
-        output="write the tables as markdown, or with --measure the file",
-    )
-    return options
+    return predict_parser(__doc__)
 
 
 def check(arguments: Any) -> None:

@@ -15,20 +15,23 @@ than alone, the difference is the skew between the ranks and the contention with
 
 from __future__ import annotations
 
+from bench.command.start import answer_help, run_on_ranks
+from bench.step_study.options import replay_parser
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    answer_help("bench.replay", lambda: replay_parser(__doc__))
+
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.command.files import add_files, publish
+from bench.command.files import publish
 from bench.command.machine import environment, heading
-from bench.command.parser import new_parser
-from bench.command.start import run_on_ranks
 from bench.step_study.replaying import measure
 from bench.traces import formats
 from commengine import Communicator, UsageError
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import COUNT, between
 from commengine.rank_zero import on_rank_zero
 
 COMMAND = "bench.replay"
@@ -36,24 +39,7 @@ COMMAND = "bench.replay"
 
 def parser() -> OneLineParser:
     """The command line."""
-    options = new_parser(COMMAND, __doc__)
-    add = options.add_argument
-    add("trace", metavar="TRACE",
-        help="the folder of a recording (rank-0.jsonl, ...), of a Chakra trace (PREFIX.0.et, ..., or DIR/PREFIX) or of "
-        "PyTorch's profiles (.json or .json.gz, one a rank)")  # fmt: skip
-    add(
-        "--groups",
-        metavar="FILE",
-        file="read",
-        help="the groups of a Chakra trace: ASTRA-sim's --comm-group-configuration",
-    )
-    add("--warmup", type=int, valid=between(0, 10**6), default=3,
-        help="replays before those that count (default: %(default)s)")  # fmt: skip
-    add("--rounds", type=int, valid=COUNT, default=7,
-        help="replays, whose median is a collective's time (default: %(default)s)")  # fmt: skip
-    add("--scale", action="store_true", help="replay on fewer ranks than were recorded")
-    add_files(options, json="write every collective of every rank")
-    return options
+    return replay_parser(__doc__)
 
 
 def tables(ranks: Sequence[list[dict[str, Any]]]) -> Iterator[str]:

@@ -14,16 +14,20 @@ formulas of commengine.cost, on every rank and in every step: if one differs, th
 
 from __future__ import annotations
 
+from bench.command.start import answer_help, progress, run_on_ranks
+from bench.step_study.options import step_parser
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    answer_help("bench.step", lambda: step_parser(__doc__))
+
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.command.files import add_files, publish
+from bench.command.files import publish
 from bench.command.machine import environment, heading
-from bench.command.parser import new_parser
-from bench.command.start import progress, run_on_ranks
 from bench.step_study import recorder, step_tables, timeline, volumes
 from bench.step_study.recorder import TracedConfig
 from bench.step_study.stages import stage_rows, stage_table
@@ -31,7 +35,6 @@ from bench.step_study.traced_step import TracedStep, TracedSteps, trace_steps
 from bench.traces import formats
 from commengine import Communicator
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import COUNT, between
 from commengine.rank_zero import on_rank_zero
 from trainers.run.startup import watched
 from trainers.settings import derived
@@ -43,27 +46,7 @@ FORMAT = 1
 
 def parser() -> OneLineParser:
     """The options that are not those of the training command."""
-    options = new_parser(COMMAND, __doc__, passes_on=True)
-    recorder.add_model(options)
-    add = options.add_argument
-    add(
-        "--warmup",
-        type=int,
-        valid=between(0, 10**6),
-        default=3,
-        help="steps before the traced ones (default: %(default)s)",
-    )
-    add("--steps", type=int, valid=COUNT, default=5, help="traced steps (default: %(default)s)")
-    add_files(
-        options,
-        json="write every number of every rank and step",
-        timeline="draw the median step: .png, .svg or .pdf",
-        chrome="write the median step for chrome://tracing and ui.perfetto.dev",
-    )
-    add("--save", metavar="DIR", help="record the collectives of the median step, for bench.replay")
-    formats.add_save_format(options, "--save")
-    add("--overwrite", action="store_true", help="replace the recording that --save's folder holds")
-    return options
+    return step_parser(__doc__)
 
 
 def read(argv: Sequence[str] | None, world_size: int) -> dict[str, Any]:

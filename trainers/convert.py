@@ -8,18 +8,22 @@ one rank. The files do not depend on the number of ranks.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from .settings.command import answer_help
+    from .weights.settings import ConvertSettings
+
+    answer_help(ConvertSettings, "convert")
+
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from commengine import Communicator, ProcessGrid, UsageError, launch
-from commengine.options.declared import given, make_writable, option, require
-from commengine.options.ranges import AtLeastOne, Heads, Text, Vocabulary
+from commengine.options.declared import given, make_writable, require
 from commengine.rank_zero import on_rank_zero
 from trainers.run.startup import grid_of
 from trainers.settings.command import Command
-from trainers.settings.job import JobOptions
 from trainers.settings.rules import Faults, Rule, first
 from trainers.settings.saving import OTHER_PROGRAMS
 from trainers.tasks.kinds import task_of
@@ -30,34 +34,8 @@ from .checkpoints.checkpoint_writer import CheckpointWriter
 from .run.startup import job_settings, watched
 from .trained import DTYPES, Trained, load_trained
 from .weights.export import SmallFiles, copy_small_files, export, require_replaceable
+from .weights.settings import ConvertSettings
 from .weights.tokenizer_files import tokenizer_file
-
-
-@dataclass(frozen=True)
-class ConvertSettings(JobOptions):
-    """The settings of `trainers.convert`. A field is the flag of the same name, with dashes."""
-
-    from_: str | Sequence[str] | None = option(
-        None, f"{' or '.join(OTHER_PROGRAMS)}, and the folder or file of the model, for --save", words=True
-    )
-    save: Text | None = option(None, "the new run, from which others start with --load")
-    load: Text | None = option(None, "the --save folder of a run, or one of the iter_* folders in it, for --to")
-    to: str | Sequence[str] | None = option(None, "hf, and a new folder for the model of --load", words=True)
-    ckpt_step: AtLeastOne | None = option(
-        None, "with --load: take the checkpoint after this step (default: the newest)"
-    )
-    dtype: str | None = option(
-        None, "dtype of the parameters that are written (default: the one that they have)", choices=tuple(DTYPES)
-    )
-    vocab_size: Vocabulary | None = option(
-        None, "tokens of the vocabulary of a Megatron-LM model whose files do not say it"
-    )
-    num_attention_heads: Heads | None = option(None, "attention heads of a Megatron-LM model whose files do not say it")
-    rotary_interleaved: bool = option(
-        False, "with --from hf: components 2 j and 2 j + 1 of a head are a pair, as in Meta's own files; queries and "
-        "keys are permuted"
-    )  # fmt: skip
-    overwrite: bool = option(False, "replace the run in --save, or the folder of --to")
 
 
 def origin_of(config: ConvertSettings) -> tuple[str, str] | None:

@@ -8,6 +8,12 @@ result has the same digits at every number of replicas. Without mpiexec the comm
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from .scoring.settings import EvaluateSettings
+    from .settings.command import answer_help
+
+    answer_help(EvaluateSettings, "evaluate")
+
 import os
 import sys
 from collections.abc import Sequence

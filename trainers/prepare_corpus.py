@@ -11,8 +11,17 @@ Documents wait on disk, so the input may be larger than the memory of all ranks.
 
 from __future__ import annotations
 
-import os
 from argparse import RawDescriptionHelpFormatter
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from .cleaning.settings import CorpusSettings
+    from .settings.command import answer_help
+
+    answer_help(
+        CorpusSettings, "prepare_corpus", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )  # fmt: skip
+
+import os
 from collections.abc import Sequence
 from typing import Any
 

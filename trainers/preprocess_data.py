@@ -7,104 +7,39 @@ memory is bounded by a batch of text and the largest document, not by the input.
 
 from __future__ import annotations
 
-import importlib.util
+if __name__ == "__main__":  # before the other imports, which take seconds
+    from .data.preprocessing import PreprocessSettings
+    from .settings.command import answer_help
+
+    answer_help(PreprocessSettings, "preprocess_data", description="Tokenise text into an indexed data set.")
+
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from commengine import UsageError
 from commengine.errors import one_line, usage_errors
-from commengine.files.writing import require_folder
-from commengine.options.declared import flag_of, option, parse, require, require_ranges
-from commengine.options.ranges import ValidRange, between
+from commengine.options.declared import parse, require
 
 from .data import stdlib_text, text_files
-from .data.indexed import best_dtype, bin_path, checksums_path, idx_path, settings_path, tokenizer_path
+from .data.indexed import best_dtype, checksums_path, settings_path, tokenizer_path
 from .data.indexed_writer import IndexedDatasetWriter, write_checksums
 from .data.permutation import EpochPermutation
+from .data.preprocessing import LOWERCASE, PreprocessSettings
 from .data.text_files import TextFileError, TextPiece
-from .data.text_input import TextInput
-from .data.tokenizer import SMALLEST_BPE, Tokenizer
-from .data.wordpiece import LARGEST_VOCABULARY, SPECIAL
+from .data.tokenizer import Tokenizer
 
 # Characters that the tokenizer's threads get at a time. Their encodings take about 20 bytes per character.
 _BATCH = 1 << 22
-#: of ``--lang``; sentencex splits a language that it does not know as English
-LANGUAGE = ValidRange(
-    lambda code: re.fullmatch(r"[a-z]{2,3}(-[a-z]+)*", code) is not None, "must be a code of ISO 639, such as en or deu"
-)
 #: the status of a process that Ctrl-C ended, as shells report it
 INTERRUPTED = 130
-#: whether each of Megatron-LM's --tokenizer-type for WordPiece lower-cases
-_LOWERCASE = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
-
-
-@dataclass(frozen=True)
-class PreprocessSettings(TextInput):
-    """The settings of `trainers.preprocess_data`. A field is the flag of the same name, with dashes."""
-
-    from_stdlib: bool = option(False, "use the documentation in Python's standard library, about 2 MB")
-    split_sentences: bool = option(
-        False, "for BERT: each sentence is an item of its document; write PREFIX_KEY_sentence.bin (KEY: --json-key) ..."
-    )
-    lang: Annotated[str, LANGUAGE] = option("en", "language of the sentences, ISO 639")
-    output_prefix: str = option(None, "write PREFIX.bin, .idx and -tokenizer.json")
-    train_bpe: Annotated[int, between(SMALLEST_BPE, LARGEST_VOCABULARY)] | None = option(
-        None, "train a byte-level BPE of this many tokens on the input"
-    )
-    train_wordpiece: Annotated[int, between(len(SPECIAL) + 1, LARGEST_VOCABULARY)] | None = option(
-        None, "train BERT's WordPiece of this many tokens on the input"
-    )
-    tokenizer_type: str | None = option(
-        None, "whether WordPiece lower-cases the text (default: what do_lower_case beside a vocab.txt says, else "
-        "BertWordPieceLowerCase)", choices=tuple(_LOWERCASE),
-    )  # fmt: skip
-    append_eod: bool | None = option(
-        None, "end each document with <|endoftext|> (default: yes, but for --split-sentences)"
-    )
-    write_checksums: str | None = option(
-        None, "write PREFIX.xxh3, the checksums of a data set of another program, and nothing else"
-    )
-    workers: Annotated[int, between(1, 4096)] | None = option(None, "tokenizer threads (default: all cores)")
-
-    @property
-    def prefix(self) -> str:
-        """PREFIX of the output: Megatron-LM's PREFIX_KEY_sentence for a data set of sentences."""
-        return f"{self.output_prefix}_{self.json_key}_sentence" if self.split_sentences else self.output_prefix
-
-    def validate(self) -> None:
-        """Raise UsageError, naming the option, for everything that can be refused before any work is done."""
-        if self.write_checksums is not None:
-            given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-            others = [flag_of(name) for name in given if name not in ("write_checksums", "overwrite")]
-            require(not others, f"--write-checksums: reads a data set that is there; leave out {', '.join(others)}")
-            path = checksums_path(self.write_checksums)
-            require(self.overwrite or not path.exists(), f"--write-checksums: {path} exists; --overwrite replaces it")
-            return
-        require(self.output_prefix, "the following arguments are required: --output-prefix")
-        require_ranges(self)
-        require(bool(self.files) != self.from_stdlib, "give --input FILE... or --from-stdlib, one of the two")
-        installed = not self.split_sentences or importlib.util.find_spec("sentencex") is not None
-        require(installed, "--split-sentences: needs the package sentencex; install it with: pip install '.[bert]'")
-        also = ", or --train-wordpiece V, or --train-bpe N"
-        self.require_one_tokenizer(self.train_bpe, self.train_wordpiece, needed=True, also=also)
-        named = f"--output-prefix: {self.output_prefix!r}"
-        has_name = Path(f"{self.output_prefix}.bin").name != ".bin" and not self.output_prefix.endswith(("/", os.sep))
-        require(has_name, f"{named} ends in a folder; valid: FOLDER/NAME")
-        require_folder("--output-prefix", bin_path(self.output_prefix).parent)
-        written = [path(self.prefix) for path in (bin_path, idx_path, tokenizer_path, settings_path, checksums_path)]
-        self.require_files("--input", self.files, written, "--output-prefix")
-        there = not self.overwrite and idx_path(self.prefix).exists()
-        require(not there, f"--output-prefix: there is a data set {self.prefix} already; give another, or --overwrite")
 
 
 def _cores() -> int:
@@ -149,7 +84,7 @@ def _tokenizer(args: PreprocessSettings, source: _Source) -> Tokenizer:
         pieces = source.progress(text_files.cut(source.pieces()), "train tokenizer")
         return (piece.text for piece in pieces)
 
-    lowercase = None if args.tokenizer_type is None else _LOWERCASE[args.tokenizer_type]
+    lowercase = None if args.tokenizer_type is None else LOWERCASE[args.tokenizer_type]
     if args.train_bpe is not None:
         return Tokenizer.train_bpe(texts(), args.train_bpe)
     if args.train_wordpiece is None:

@@ -24,14 +24,13 @@ import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.errors import usage_errors
-from commengine.options.declared import option, require, require_ranges
-from commengine.options.ranges import AtLeastOne, Text
+from commengine.options.declared import require, require_ranges
 from commengine.rank_zero import on_every_rank, on_rank_zero
 from tplayers import BERT, GPT
 from tplayers.placement import unfilled_parameters
+from trainers.settings import loading
 from trainers.settings.commands import TransformerSettings
 from trainers.settings.job import JobOptions
-from trainers.settings.rules import Rule
 from trainers.settings.saving import of_other_program
 
 from .checkpoints import checkpoint, pointer
@@ -57,31 +56,7 @@ Settings = TypeVar("Settings", bound=JobOptions)
 _OF_TASKS = {"classifier", "span_head"}
 
 #: the dtypes in which a trained model can compute, by their names
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in
-          (torch.float32, torch.bfloat16, torch.float16, torch.float64)}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LoadOptions(JobOptions):
-    """The settings of every command that uses what a run has trained. A field is the flag of the same name."""
-
-    load: Text | None = option(
-        None,
-        "the --save folder of a run, or one of the iter_* folders in it: the model; or hf:FOLDER, a model of Hugging "
-        "Face, or megatron:FOLDER, one of Megatron-LM",
-    )  # fmt: skip
-    ckpt_step: AtLeastOne | None = option(None, "take the checkpoint after this step (default: the newest)")
-    tokenizer_model: Text | None = option(
-        None, "a tokenizer.json or BERT's vocab.txt (default: the one that the run was trained with)"
-    )
-    dtype: str | None = option(
-        None, "dtype of parameters and activations (default: the one that the run was trained in)",
-        choices=tuple(DTYPES),
-    )  # fmt: skip
-
-
-#: what a command with a trained model must have
-NEEDS_LOAD = Rule("load ckpt_step", lambda s, _: (s.load is None, "--load DIR: needed: the --save folder of a run"))
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in loading.DTYPES}
 
 
 @dataclass(frozen=True)
@@ -275,7 +250,7 @@ def _tokenizer_of(
 
 @contextlib.contextmanager
 def loaded(
-    config: LoadOptions, world: Communicator, *, kind: str | None = None
+    config: loading.LoadOptions, world: Communicator, *, kind: str | None = None
 ) -> Iterator[tuple[Trained, ProcessGrid]]:
     """The trained model that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
 

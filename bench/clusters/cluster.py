@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, WrapValidator
 
+from bench.clusters.names import FOLDER, OWN, OWN_FILE, names
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Machine
 from commengine.files.reading import InputFileError, require_regular
@@ -22,12 +23,9 @@ from commengine.files.schema import FilePart, checked
 from commengine.files.yaml_files import read_yaml
 from tplayers.formulas import TransformerShape, model_flops
 
-FOLDER = Path(__file__).parent
 # FlashAttention-2 on an A100 reaches up to 73% of peak forward and 63% backward (Dao 2023), and less at usual lengths.
 FUSED_ATTENTION = (0.6, 0.5)
 
-#: the name of the user's own machine, and its file, which the command writes into the user's folder
-OWN, OWN_FILE = "this-machine", "this-machine.yaml"
 MEASURE = "python -m bench.predict --measure"
 OWN_COMMAND = f"{MEASURE} --output {OWN_FILE}"
 
@@ -155,11 +153,6 @@ class Cluster:
     calibration: Calibration | None
     fitted: FittedModel | None
     measured: Mapping[tuple[int, int], FittedModel] = field(default_factory=dict)
-
-
-def names() -> list[str]:
-    """The names of the clusters in this folder."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Cluster:

@@ -1,4 +1,7 @@
-"""Start a command, on every rank of a job or in one process, and report errors of the user in one line."""
+"""Start a command, on every rank of a job or in one process, and report errors of the user in one line.
+
+Importing this imports no torch, so that a command can answer ``--help`` before the imports that take seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from commengine import Communicator, UsageError, launch
-from commengine.device.choice import DeviceLike
-from commengine.errors import one_line
+from commengine.errors import UsageError, one_line
 from commengine.job_end import handle_signal
 from commengine.startup.tasks import task_number
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+    from commengine import Communicator
+    from commengine.device.choice import DeviceLike
 
 STATUS = 2  # of a process whose user made an error
 HELP = ("-h", "--help")
@@ -36,6 +40,7 @@ def run_on_ranks(
     `UsageError`, which every rank raises together, is printed by rank 0 and ends every rank with status 2.
     """
     answer_help(command, parser)
+    from commengine import launch
 
     def reported(world: Communicator) -> int | None:
         try:

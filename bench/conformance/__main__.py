@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from bench.command.parser import new_parser
-from bench.command.start import user_errors
+from bench.command.start import HELP, answer_help, user_errors
 from bench.conformance import PARTS
 from commengine.options.parser import OneLineParser
 
@@ -39,6 +39,8 @@ def part_of(name: str) -> Any:
 
 def main() -> None:
     """Run the part that the command line names."""
+    if len(sys.argv) > 1 and sys.argv[1] in HELP:
+        answer_help(COMMAND, parser)
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         with user_errors(COMMAND):
             parser().parse_args(sys.argv[1:2])

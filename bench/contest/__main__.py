@@ -12,6 +12,13 @@ used the cores of another. The contests, of which NAME --help describes each:
 from __future__ import annotations
 
 import sys
+
+from bench.command.start import HELP, answer_help, run_alone, run_on_ranks, user_errors
+from bench.contest.options import contests_parser
+
+if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in HELP:  # before the other imports, which take seconds
+    answer_help("bench.contest", lambda: contests_parser(__doc__))
+
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,7 +27,6 @@ from typing import Any
 from bench.command.files import add_files, publish
 from bench.command.machine import environment, heading
 from bench.command.parser import new_parser
-from bench.command.start import run_alone, run_on_ranks, user_errors
 from bench.contest import CONTESTS
 from bench.contest.parts.base import Case, Contest
 from bench.programs.driver import ContestError
@@ -29,16 +35,12 @@ from commengine.options.ranges import COUNT
 from commengine.rank_zero import on_rank_zero
 
 COMMAND = "bench.contest"
-WIDTH = max(map(len, CONTESTS))
 
 
 def parser(name: str = "") -> OneLineParser:
     """The command line of a contest; without a name that of all, which only has ``--help``."""
     if not name:
-        described = "".join(f"  {one:{WIDTH}}  {line}\n" for one, line in CONTESTS.items())
-        all_of_them = new_parser(COMMAND, str(__doc__) + described)
-        all_of_them.add_argument("name", metavar="NAME", choices=list(CONTESTS), help="a contest")
-        return all_of_them
+        return contests_parser(__doc__)
     module = import_module(f"{__package__}.{name}")
     contest: Contest = module.CONTEST
     options = new_parser(f"{COMMAND} {name}", module.__doc__)

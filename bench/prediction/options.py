@@ -2,83 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from bench.prediction.flags import DEFAULTS, FAMILY, LAYOUT, MICRO_BATCH, SHAPE
 from bench.prediction.layout import MODELS
-from commengine.options.declared import add_some, as_flags, flag_of
-from commengine.options.parser import OneLineParser
-from commengine.options.ranges import COUNT, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, divisors
+from commengine.options.declared import as_flags, flag_of
+from commengine.options.ranges import divisors
 from tplayers.formulas import StepLayout, TransformerShape
 from trainers import presets
 from trainers.settings.commands import GPTSettings
 from trainers.settings.layout import METHODS
 from trainers.tasks.kinds import task_of
-
-#: the sizes of a model, with their valid values
-SHAPE = {
-    "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
-    "padded_vocab_size": VOCABULARY,
-}  # fmt: skip
-#: the options of pretrain_gpt that change the shape of a model: the Llama family's, and those of experts
-FAMILY = (
-    "ffn_hidden_size", "normalization", "swiglu", "position_embedding_type", "group_query_attention",
-    "num_query_groups", "kv_channels", "disable_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
-    "qk_layernorm", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-)  # fmt: skip
-#: those of the layout; None means that the option was not given
-LAYOUT = (
-    "global_batch_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
-    "expert_model_parallel_size", "micro_batch_size",
-    "recompute_granularity", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
-    "hidden_dropout", "attention_dropout", "attention_dropout_mask",
-)  # fmt: skip
-PIPELINE = ("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
-#: the training command's own values, for options that are not given
-DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(GPTSettings) if item.name in FAMILY + LAYOUT}
-MICRO_BATCH = 8
-#: the defaults of a prediction that differ from the training command's, in words; --plan searches the layout
-TOLD = {
-    "global_batch_size": "the preset's, or micro-batch-size * data-parallel size",
-    "tensor_model_parallel_size": "the preset's, or 1; --plan searches",
-    "context_parallel_size": "1; --plan searches",
-    "expert_model_parallel_size": "1; --plan searches",
-    "cp_comm_type": "a2a; --plan tries both",
-    "micro_batch_size": f"{MICRO_BATCH}; --plan searches",
-    "recompute_granularity": "the preset's, or none; --plan searches",
-    "sequence_parallel": "no; --plan searches",
-    "use_distributed_optimizer": "no; --plan searches",
-    "overlap_grad_reduce": "the cluster's",
-}
-
-
-def add_options(options: OneLineParser) -> None:
-    """Add the options of the model and of the layout."""
-    add = options.add_argument
-    add("--preset", metavar="NAME", help="a model of the paper with its tensor-parallel size, batch and dropout; the "
-        f"options below replace its own. {presets.LIST} prints all of them, with the memory they need")  # fmt: skip
-    add("--model", choices=sorted(MODELS), help="the shape of a model of the literature; the sizes below replace its")
-    for name, limits in SHAPE.items():
-        add(flag_of(name), type=int, valid=limits, metavar="N", help="default: the size of --preset or --model")
-    add(
-        "--gpus",
-        type=int,
-        valid=COUNT,
-        metavar="N",
-        help="devices in all (default: the tensor-parallel times the pipeline-parallel size; --plan needs it)",
-    )
-    add(
-        "--pipeline-model-parallel-size",
-        type=int,
-        valid=COUNT,
-        metavar="N",
-        help="stages of a pipeline, each on devices of its own (default: 1)",
-    )
-    add("--num-layers-per-virtual-pipeline-stage", type=int, valid=COUNT, metavar="N",
-        help="interleave: each stage has several chunks of so many layers (default: one chunk)")  # fmt: skip
-    add_some(options, GPTSettings, FAMILY + LAYOUT, TOLD)
-    options.set_defaults(**dict.fromkeys(LAYOUT))
 
 
 def shape_of(arguments: Any) -> TransformerShape:

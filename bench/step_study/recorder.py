@@ -21,15 +21,6 @@ from trainers.training.trainer import Trainer
 TracedConfig: TypeAlias = GPTSettings | BERTSettings
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, which says of which training command the other options are."""
-    parser.add_argument(
-        "--model", choices=tuple(PRETRAIN),
-        help="the step is that of pretrain_gpt or pretrain_bert, and so are the other options (default: the one that "
-        "--preset belongs to, or gpt)",
-    )  # fmt: skip
-
-
 def read_traceable(model: str | None, rest: Sequence[str], command: str, ranks: int) -> TracedConfig:
     """The settings of a training command's options, if such steps can be traced. Rank 0 alone calls it.
 

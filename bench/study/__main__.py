@@ -20,6 +20,13 @@ Two parts also run alone, in one process, on files that are there; each has a --
 
 from __future__ import annotations
 
+from bench.command.parser import part_alone
+from bench.command.start import answer_help, progress, run_alone, run_on_ranks
+from bench.study.options import ALONE, study_parser
+
+if __name__ == "__main__" and not part_alone(ALONE)[0]:  # before the other imports, which take seconds
+    answer_help("bench.study", lambda: study_parser(__doc__))
+
 import contextlib
 import math
 import os
@@ -38,10 +45,8 @@ from bench.collective_study.results import measurements
 from bench.collective_study.results import read as read_results
 from bench.collective_study.shown_states import all_tables
 from bench.collective_study.tables import draw as draw_rows
-from bench.command.files import add_files, replace_json, write
+from bench.command.files import replace_json, write
 from bench.command.machine import environment, heading
-from bench.command.parser import new_parser, part_alone
-from bench.command.start import progress, run_alone, run_on_ranks
 from bench.report_page.page import page
 from bench.step_study import recorder
 from bench.timing.starting import neighbours
@@ -50,7 +55,6 @@ from commengine.cost import FittedModel, Link
 from commengine.files.reading import read_json
 from commengine.job_end import say_once_and_abort
 from commengine.options.parser import OneLineParser
-from commengine.options.ranges import ABOVE_ZERO, NOT_NEGATIVE, SECONDS
 from commengine.rank_zero import on_rank_zero
 from trainers.run import signals
 
@@ -63,8 +67,8 @@ SMALL = (
     "--mock-data", "--vocab-size", "8192", "--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8",
     "--seq-length", "256", "--micro-batch-size", "2",
 )  # fmt: skip
-#: the parts that run alone
-ALONE = {"fit": fitting.main, "report": reporting.main}
+#: the parts that run alone, in the order of ALONE
+PARTS = dict(zip(ALONE, (fitting.main, reporting.main), strict=True))
 #: the parts of a study after the collectives
 STAGES = ("fit", "step", "replay", "fit")
 #: the exit statuses of a study that a signal stopped: after AGAIN a launcher may start the same command again
@@ -80,22 +84,7 @@ FEWEST, MOST, STEP_SHARE = 5, 100, 0.25
 
 def parser() -> OneLineParser:
     """The options that are not those of the training command."""
-    options = new_parser(COMMAND, __doc__, passes_on=True)
-    recorder.add_model(options)
-    add = options.add_argument
-    add("--only", choices=tuple(ALONE), help="run this part alone; it has other options")
-    add("folder", metavar="DIR", help="the folder of the study: a new one, or one that goes on")
-    add("--minutes", type=float, valid=SECONDS, default=10.0,
-        help="time of the whole study, all its calls together; a few sizes and steps are always measured")  # fmt: skip
-    add("--device", choices=("cpu",), default="cpu", help="the collectives and the step are those of the host")
-    add("--max-bytes", metavar="SIZE", help="largest size (default: 64M, or less if the memory is small)")
-    add("--between-alpha-us", type=float, valid=NOT_NEGATIVE, default=2.0, metavar="US",
-        help="for more ranks: latency between nodes, if the job has one node")  # fmt: skip
-    add("--between-gb-per-s", type=float, valid=ABOVE_ZERO, default=12.5, metavar="GB",
-        help="and the rate of a node's network card (default: %(default)s, a link of 100 Gbit/s)")  # fmt: skip
-    add("--overwrite", action="store_true", help="begin the study in DIR anew")
-    add_files(options, output="write the answers as markdown here, too", json="write the answers as JSON here, too")
-    return options
+    return study_parser(__doc__)
 
 
 def read(argv: Sequence[str] | None, world_size: int, node: int, memory: dict[str, int]) -> dict[str, Any]:
@@ -288,5 +277,5 @@ def conclude(given: Namespace, record: folder.StudyRecord, surroundings: dict[st
 if __name__ == "__main__":
     part, words = part_alone(ALONE)
     if part:
-        run_alone(lambda: ALONE[part](words))
+        run_alone(lambda: PARTS[part](words))
     run_on_ranks(COMMAND, main, parser)

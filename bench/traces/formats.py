@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,15 +57,6 @@ FORMATS = {
 WRITTEN = {name: one.file.format("*") for name, one in FORMATS.items() if one.write is not None}
 #: the format that is written where none is named
 DEFAULT = next(iter(WRITTEN))
-
-
-def add_save_format(parser: argparse.ArgumentParser, option: str) -> None:
-    """Add ``--save-format``, which says in which format ``option`` writes."""
-    parser.add_argument(
-        "--save-format",
-        choices=tuple(WRITTEN),
-        help=f"with {option}: the format of the files; chakra is for ASTRA-sim (default: {DEFAULT})",
-    )
 
 
 def chosen(name: str | None, option: str, *, given: bool) -> str:

@@ -18,14 +18,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from bench.transports import names
 from bench.transports import skew as skews
+from bench.transports.names import OPERATIONS as OPERATIONS
+from bench.transports.names import REDOPS as REDOPS
 from commengine import cost, operations
 
-#: in the order of their numbers in bench/peers/calls/c_loop.c and oneccl.cpp
-OPERATIONS = (
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "sendrecv",
-    "barrier", "send", "all_to_all_v", "all_gather_v",
-)  # fmt: skip
 REDUCING = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].reduces)
 ROOTED = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].rooted)
 #: their count is a rank's part, and their size the size of all parts
@@ -33,14 +31,7 @@ SPLIT = frozenset(name for name in OPERATIONS if operations.OPERATIONS[name].spl
 #: they can write the result over the input
 IN_PLACE = frozenset({"all_reduce", "reduce", "broadcast", "all_gather"})
 
-REDOPS = ("sum", "prod", "min", "max", "avg")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16,
-        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
-    )
-}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.DTYPES}
 
 PERIOD = 1021  # elements; a prime
 POISON = 0xA5  # every byte of a buffer before a call

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import os
 import re
 import sys
 from argparse import ArgumentError, BooleanOptionalAction, _AppendAction, _StoreTrueAction
@@ -38,6 +40,12 @@ class OneLineParser(argparse.ArgumentParser):
         action.ranges = (valid,) if isinstance(valid, ValidRange) else tuple(valid)
         action.file = file
         return action
+
+    def print_help(self, file: Any = None) -> None:
+        """As in `argparse`. A shell that asks argcomplete for completions gets these instead, and the process ends."""
+        if "_ARGCOMPLETE" in os.environ:
+            importlib.import_module("argcomplete").autocomplete(self)
+        super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         word = re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message)

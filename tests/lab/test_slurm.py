@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -72,6 +73,23 @@ def test_srun_starts_ranks_whatever_lies_in_their_memory(cluster, ranks):
     """Without the relay of commengine.startup, MPI_Init fails on 2 ranks, and hangs on 4."""
     done = cluster.run("srun", cluster.mpi, "-N2", f"-n{ranks}", sys.executable, "-c", FULL_MEMORY, timeout=60)
     assert (done.returncode, done.stdout) == (0, "right\n" * ranks), done
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "marks"),
+    [
+        (["doctr"], 2, (0, 1)),
+        (["doctor", "--help"], 0, (1, 0)),
+        (["doctor", "--seconds", "0"], 0, (1, 0)),
+    ],
+)
+def test_commengine_runs_under_srun_and_one_rank_speaks(cluster, words, status, marks):
+    command = [sys.executable, "-m", "commengine", *words]
+    done = cluster.run("srun", cluster.mpi, "-N2", "--ntasks-per-node=2", *command, timeout=60)
+    assert done.returncode == status, done
+    said = "usage: python -m bench.doctor" if "--help" in words else "# Doctor\n"
+    errors = re.findall(r"^commengine: error: ", done.stderr, re.MULTILINE)
+    assert (done.stdout.count(said), len(errors)) == marks, done
 
 
 #: every way to start that the pages show; each says the same

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from commengine.command.table import command_of
 from tests.support.mpirun import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 LANGUAGES = ("sh", "python", "c", "cpp", "fortran", "text", "yaml")
+LAUNCHERS = ("mpirun", "mpiexec", "srun")
 #: inline code that begins with one of these is a command
-PROGRAMS = ("mpirun ", "mpiexec ", "srun ", "python ", "make ", "pip ")
+PROGRAMS = ("mpirun ", "mpiexec ", "srun ", "python ", "make ", "pip ", "commengine ")
 
 _FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -41,8 +43,14 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """The words that a shell would make of it."""
-        return shlex.split(self.text, comments=True)
+        """The words that a shell would make of it; commengine's command is the python -m that it runs."""
+        found = shlex.split(self.text, comments=True)
+        at = found.index("commengine") if "commengine" in found else -1
+        if at != 0 and (at < 0 or found[0] not in LAUNCHERS):
+            return found
+        listed = command_of(found[at + 1 :])
+        rest = found[at + 1 :] if listed is None else found[at + 1 + len(listed.words.split()) :]
+        return [*found[:at], "python", "-m", "commengine" if listed is None else listed.module, *rest]
 
 
 def name(page: Path) -> str:

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commengine.errors import usage_errors
 from commengine.options.declared import option, require, words_of
 
 from . import text_files
 from .text_files import TextPiece
-from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
 
 class Block(NamedTuple):
@@ -91,6 +93,8 @@ class TextInput:
 
         lowercase: as for `Tokenizer.from_file`.
         """
+        from .tokenizer import Tokenizer  # its libraries take long to import, and --help needs none
+
         if self.tokenizer_model is not None:
             with usage_errors("--tokenizer-model: "):
                 return Tokenizer.from_file(self.tokenizer_model, lowercase=lowercase)

@@ -23,8 +23,6 @@ from .wordpiece import WordPieces
 END_OF_DOCUMENT = "<|endoftext|>"
 #: the tokens that end a document in the vocabularies of GPT-2, Qwen and SmolLM; of Llama 3; of Llama 2 and Mistral
 END_OF_TEXT = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>")
-# The byte alphabet and the end-of-document token.
-SMALLEST_BPE = 257
 #: a byte of a character that SentencePiece's vocabulary does not have
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import BertWordPieceTokenizer, trainers
 
-PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
-SPECIAL = (PAD, UNKNOWN, CLS, SEP, MASK)
+from .vocabularies import CLS, MASK, PAD, SEP
+from .vocabularies import SPECIAL as SPECIAL
+
 #: the beginning of a token that continues a word
 CONTINUES = "##"
 #: the largest number of characters in a trained vocabulary, as in `BertWordPieceTokenizer`; others become [UNK]
@@ -23,8 +24,6 @@ _ALPHABET = 1000
 #: characters of the longest word that a vocabulary is trained on: the trainers' time grows with the square of a word's
 #: length, and 1 MB without a space would take minutes
 LONGEST_WORD = 1000
-#: the largest vocabulary that is trained, in tokens: the trainers take memory for all of it at once
-LARGEST_VOCABULARY = 1 << 24
 _RUN = re.compile(r"\s+|\S+")
 
 

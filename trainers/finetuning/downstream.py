@@ -22,9 +22,9 @@ from trainers.data.tokenizer import Tokenizer
 from trainers.run.metrics import left_out_text
 from trainers.weights.configurations import TaskHead
 
-from .formats import LETTERS, LEVELS, MNLI, QQP, PairColumns, read_level, read_pairs
+from .formats import LETTERS, MNLI, QQP, PairColumns, read_level, read_pairs
 from .samples import ChoiceSamples, EncodedSamples, PairSamples, RowSamples
-from .settings import FinetuneSettings
+from .settings import LEVELS, FinetuneSettings
 
 #: the logits of the samples of each part, float32 [n, ...]
 Logits = Mapping[str, Tensor]

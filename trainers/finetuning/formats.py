@@ -18,12 +18,11 @@ from commengine.files.reading import InputFileError, read_text
 from commengine.files.schema import ReadPart, read_as
 from trainers.data.samples import IGNORED
 
-LEVELS = ("middle", "high")
+from .settings import LEVELS, VERSIONS
+
 LETTERS = "ABCD"
 CHOICES = len(LETTERS)
 _BLANK = re.compile("_+")
-
-VERSIONS = ("1.1", "2.0")
 
 
 class _Examination(ReadPart):

@@ -26,8 +26,8 @@ from trainers.settings.commands import TrainSettings
 from trainers.settings.model import LayerOptions
 from trainers.settings.steps import Rate
 
-from .formats import LEVELS, VERSIONS
-
+#: of schools, in RACE; and of SQuAD's files
+LEVELS, VERSIONS = ("middle", "high"), ("1.1", "2.0")
 #: the values of ``--task``
 TASKS = ("mnli", "qqp", "squad", "race")
 #: the settings that the model has from its pretraining

@@ -14,8 +14,8 @@ from commengine.options.ranges import Batch, Length, Natural, NotNegative, Seed,
 from trainers.settings import derived
 from trainers.settings.command import Command
 from trainers.settings.commands import TransformerSettings
+from trainers.settings.loading import NEEDS_LOAD, LoadOptions
 from trainers.settings.rules import Faults, Rule, first
-from trainers.trained import NEEDS_LOAD, LoadOptions
 
 #: the tasks, and whether each reads a file
 TASKS = {"wikitext": True, "lambada": True, "perplexity": True, "jsonl": True, "held-out": False}

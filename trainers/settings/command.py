@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from commengine.options.declared import parser_of
+from commengine.options.parser import OneLineParser
 from commengine.startup.tasks import task_number
 from trainers.megatron_flags.parsing import parse
 
@@ -18,14 +19,19 @@ Settings = TypeVar("Settings", bound=Any)
 Value = Callable[[str], Any]
 
 
-def answer_help(settings: type[Any], name: str) -> None:
+def answer_help(settings: type[Any], name: str, **more: Any) -> None:
+    """`print_help` of the options of dataclass ``settings``. more: for `argparse`."""
+    print_help(lambda: parser_of(settings, name, **more))
+
+
+def print_help(parser: Callable[[], OneLineParser]) -> None:
     """Print the help of a command and exit, if this process's words ask for it: before imports that take seconds.
 
     Only the first process of a job prints it.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         if task_number() == 0:
-            parser_of(settings, name).print_help()
+            parser().print_help()
         sys.exit(0)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commengine import UsageError
+from commengine.command.table import command_of
 from commengine.options.declared import require
 from trainers.checkpoints import pointer
 from trainers.settings.command import Command
@@ -21,6 +22,16 @@ from .settings import Size, SuperviseSettings
 COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune")
 #: the file in the folder of --save into which the run writes its step
 STEP_FILE = "supervised-step"
+
+
+def started(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield each of `COMMANDS` that the words start, by python -m or by commengine, and where its arguments begin."""
+    for number, (before, word) in enumerate(itertools.pairwise(words), 1):
+        if before == "-m" and word in COMMANDS:
+            yield word, number + 1
+        listed = command_of(words[number:]) if Path(before).name == "commengine" else None
+        if listed is not None and listed.module in COMMANDS:
+            yield listed.module, number + len(listed.words.split())
 
 
 class Position(NamedTuple):
@@ -43,13 +54,13 @@ class TrainingCommand:
     def __init__(self, words: Sequence[str], settings: SuperviseSettings) -> None:
         self.words = list(words)
         sizes = settings.sizes()
-        at = [n for n, pair in enumerate(itertools.pairwise(words), 1) if pair[0] == "-m" and pair[1] in COMMANDS]
+        found = [*started(words)]
         require(
-            len(at) == 1,
+            len(found) == 1,
             f"the command after -- must start python -m {' or -m '.join(COMMANDS)}, as in: mpirun -n {{ranks}} "
             f"python -m {COMMANDS[0]} --save DIR --load DIR --save-interval 100 ...",
         )
-        self._at = at[0]
+        self._module, self._begin = found[0]
         tensor = bool(sizes) and sizes[0].tensor is not None
         filled = (("{ranks}", "--ranks", bool(sizes)), ("{tensor}", "--ranks N:T", tensor),
                   ("{hosts}", "--hosts", settings.hosts is not None))  # fmt: skip
@@ -75,8 +86,8 @@ class TrainingCommand:
 
     def _config(self, size: Size | None) -> TrainSettings:
         """The settings of the run at this size; valid, if the size is known."""
-        module = self.words[self._at]
-        words = self.filled(size, {})[self._at + 1 :]
+        module = self._module
+        words = self.filled(size, {})[self._begin :]
         try:
             command: Command[Any] = importlib.import_module(module).COMMAND
             config: TrainSettings = command.parse(words)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench.__main__ import PROGRAMS
-from commengine.options.programs import answer
+from commengine.command.table import of_package
 
 TOP = Path(bench.__file__).parent
 #: the file of each command: a module at the top, or the __main__.py of a folder
@@ -124,19 +123,21 @@ def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
         assert line == f"python -m bench.gpu: error: {study}: needs a CUDA device, and torch sees none"
 
 
-@pytest.mark.parametrize("package", ["bench", "trainers"])
-def test_the_programs_are_listed(package, capsys):
-    module = importlib.import_module(f"{package}.__main__")
-    assert answer(package, module.PROGRAMS, []) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines] == [f"{package}.{name}" for name in module.PROGRAMS]
-    assert answer(package, module.PROGRAMS, ["nonsense"]) == 2
-    assert "nonsense: there is no such program" in capsys.readouterr().err
+def test_there_are_at_most_19_commands():
+    assert len([*of_package("bench"), *of_package("trainers")]) <= 19
 
 
-def test_at_most_19_programs_and_each_is_listed():
-    from trainers.__main__ import PROGRAMS as OF_TRAINERS
+def test_names_that_stand_apart_from_torch_are_those_of_the_modules_that_need_it():
+    from bench import gpu
+    from bench.gpu_study.options import LINES
+    from bench.prediction import flags, layout
+    from bench.step_study.options import WRITTEN
+    from bench.traces import formats
+    from bench.transports import names, peer_process, variants
+    from trainers import presets
 
-    assert sorted(PROGRAMS) == COMMANDS and len(PROGRAMS) + len(OF_TRAINERS) <= 19
-    modules = [path for path in (TOP.parent / "trainers").glob("*.py") if '"__main__":' in path.read_text()]
-    assert {path.stem for path in modules} == {*OF_TRAINERS, "__main__"}
+    assert (*variants.TRANSPORTS, *peer_process.PEERS) == names.TRANSPORTS
+    assert sorted(layout.MODELS) == [*flags.MODELS]
+    assert (flags.LIST, flags.RESERVE_GB) == (presets.LIST, presets.RESERVE_GB)
+    assert tuple(formats.WRITTEN) == WRITTEN and WRITTEN[0] == formats.DEFAULT
+    assert {name: str(study.__doc__).splitlines()[0] for name, study in gpu.STUDIES.items()} == LINES

@@ -30,6 +30,16 @@ def test_a_command_without_ranks_is_started_as_it_is():
     assert command(words, ranks=None).to_start(None, {})[: len(words)] == words
 
 
+def test_a_training_may_be_started_by_commengine():
+    rest = ["--mock-data", "--vocab-size", "100", *SAVED]
+    words = ["srun", "/opt/bin/commengine", "train", "bert", *rest]
+    assert command(words, ranks=None).to_start(None, {})[: len(words)] == words
+    with pytest.raises(UsageError, match="must start python -m"):
+        command(["srun", "commengine", "generate", *rest], ranks=None)
+    with pytest.raises(UsageError, match=r"^trainers\.pretrain_bert: .*--nothing"):
+        command([*words, "--nothing"], ranks=None)
+
+
 def test_a_fine_tuning_is_supervised_as_other_trainings_are(tmp_path):
     start = ["srun", "python", "-m", "trainers.finetune", "--task", "qqp", "--data", str(tmp_path)]
     words = [*start, "--pretrained-checkpoint", "runs/bert", *SAVED]
