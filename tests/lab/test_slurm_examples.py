@@ -163,3 +163,19 @@ def test_what_fails_each_time_is_not_requeued(cluster, folder, submit, fault):
     text = (folder / f"requeue-{after.number}.out").read_text()
     assert (after.state, after.restarts) == ("FAILED", 0) and after.status not in (0, 75), text
     assert fault != "another PMI" or "do not speak the same PMI" in text
+
+
+def test_the_script_for_512_gpus_on_two_nodes_without_one(cluster, folder):
+    """Its own lines, but for the data; its last words make the job and the model small, and choose the CPU."""
+    script = (EXAMPLES / "gpt-8.3b.sbatch").read_text()
+    data = '--data-path "${DATA:-runs/data/corpus}"'
+    assert data in script
+    (folder / "job.sbatch").write_text(script.replace(data, "--mock-data"))
+    job = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
+    words = [*TINY, "--vocab-size", "100", "--tensor-model-parallel-size", "2", "--train-iters", "4", "--device", "cpu"]
+    environment = {"SLURM_MPI_TYPE": cluster.mpi.removeprefix("--mpi=")}
+    after = cluster.wait(cluster.submit(*job, "job.sbatch", *words, env=environment, cwd=folder), ended, timeout=110)
+    text = (folder / f"gpt-8.3b-{after.number}.out").read_text()
+    assert after.state == "COMPLETED" and after.fields["NumNodes"] == "2", text
+    assert len([row for row in rows(folder / "runs/gpt-8.3b") if "lm_loss" in row]) == 4
+    assert (folder / "runs/gpt-8.3b/iter_0000004").is_dir() and report(folder / "runs/gpt-8.3b")
