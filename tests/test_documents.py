@@ -603,6 +603,7 @@ def test_the_site_has_tables_of_the_flags_of_training() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long  # make docs builds the pages in any case
+@pytest.mark.timeout(600)  # two builds
 @pytest.mark.skipif(shutil.which("sphinx-build", path=str(BIN)) is None, reason="no extra 'docs'")
 def test_a_broken_link_anchor_or_reference_is_an_error(tmp_path):
     """Make docs must fail where a page names what does not exist. Its pages load nothing from elsewhere."""
