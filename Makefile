@@ -1,5 +1,5 @@
 # make train | train-bert | examples | test | test-quick | test-long | test-cupy | test-slurm | prove | rivals | lint |
-# docs | clean.
+# docs | docs-check | clean.
 # Each creates .venv with what it needs, once.
 #
 #   make train NP=4 ARGS="--bf16 --save runs/half"     more ranks, other options
@@ -65,8 +65,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_osc := ^ucx
 
-.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm prove rivals lint format docs install \
-	clean
+.PHONY: train train-bert examples test test-quick test-long test-cupy test-slurm prove rivals lint format docs \
+	docs-check install clean
 .DELETE_ON_ERROR:
 
 # Any NP works. Two ranks hold a replica of the model, or one rank if NP is odd. The files' steps have 16 samples, which
@@ -208,10 +208,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The documents and the API reference as web pages, in site/. A broken link or reference is an error.
+# The documents and the API reference as web pages, in site/. A broken link or reference is an error, also the next time:
+# -E reads all pages again.
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@rm -rf site
+	$(BIN)/sphinx-build -E -W --keep-going -q -j auto -c docs -d build/doctrees . site
 	@echo "$(CURDIR)/site/index.html"
+
+# Opens the pages in a browser of the machine, such as Debian's chromium, from files and without a network.
+docs-check: docs
+	$(BIN)/python -m pip install --quiet playwright
+	$(BIN)/python -m tests.browser
 
 install: $(STAMP)
 

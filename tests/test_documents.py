@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
 
 from bench import predict
 from commengine.options import declared
@@ -26,6 +25,7 @@ from tests.test_readme import accepted
 from trainers.tasks.commands import PRETRAIN_GPT
 
 ROOT = mpirun.ROOT
+BIN = Path(sys.executable).parent
 PACKAGES = ("commengine", "tplayers", "trainers", "bench")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -463,35 +463,113 @@ def test_the_pages_are_short_enough_to_read():
 # The web pages ----------------------------------------------------------------------------------------------------
 
 
-def pages_of(nav: object) -> list[str]:
-    if isinstance(nav, str):
-        return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return [page for part in parts for page in pages_of(part)]
+@pytest.fixture(scope="module")
+def site():
+    """What docs/conf.py defines."""
+    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
 
 
-def test_every_page_for_users_is_in_the_index():
+def test_every_page_for_users_is_in_the_index(site):
     """The index is where a reader of the site begins, who has no README."""
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    pages = {page for page in pages_of(settings["nav"]) if "/" not in page} - {"index.md"}
+    pages = {f"{page}.md" for part in site["NAV"].values() for page in part.values() if "/" not in page}
     linked = set(documents.links(ROOT / "docs" / "index.md"))
     assert pages - linked == set()
     commands = documents.commands(ROOT / "docs" / "index.md")
     assert {"make train", "pip install '.[mpich]'"} <= {command.text for command in commands}
 
 
-def test_the_site_needs_no_server_and_follows_the_readers_system():
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert {"search", "offline"} <= {plugin for plugin in settings["plugins"] if isinstance(plugin, str)}
-    assert [one["scheme"] for one in settings["theme"]["palette"]] == ["default", "slate"]
-
-
-def test_every_page_is_in_the_navigation():
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+def test_every_page_is_in_the_navigation(site):
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    listed = pages_of(settings["nav"])
-    assert sorted(listed) == sorted(pages)
-    assert settings["strict"] is True  # a broken link or reference is an error
+    listed = [page for part in site["NAV"].values() for page in part.values()]
+    listed += [f"decisions/{page}" for page in site["DECISIONS"]]
+    assert sorted([*(f"{page}.md" for page in listed), "index.md"]) == sorted(pages)
+
+
+def test_marks_of_a_page_become_tabs_and_captions(site):
+    text = """before
+
+<!-- tabs -->
+
+**MPICH**
+
+one
+
+**Open MPI**
+
+```sh title="a/b.sh"
+two
+```
+
+<!-- end of tabs -->
+
+after
+"""
+    source = [text]
+    site["on_source"](None, "docs/some", source)
+    assert source[0].startswith("before\n\n:::::{tab-set}\n::::{tab-item} MPICH\n:sync: MPICH\n\n\none\n")
+    assert (
+        "\n::::{tab-item} Open MPI\n:sync: Open MPI\n\n\n```{code-block} sh\n:caption: a/b.sh\n\ntwo\n```\n"
+        in source[0]
+    )
+    assert source[0].endswith("\n::::\n:::::\n\nafter\n") and "**" not in source[0] and "<!--" not in source[0]
+
+
+def test_a_docstring_becomes_lists_tables_and_code():
+    rst = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["rst"]
+    text = """Add *all* of r*d0 to [..., *x], as ``f(*args)`` and ``more *
+and`` do in a_ for |x|.
+
+x, n: two
+    of them
+later: the last, `x_`
+other: no parameter
+    of this
+
+Shown:
+
+    code(*args)
+
+| a | b |
+|---|---|
+| 1 | *c |
+- one
+  more
+- two
+after"""
+    expected = r"""Add *all* of r\*d0 to [..., \*x], as ``f(*args)`` and ``more *
+and`` do in a\_ for \|x\|.
+
+
+- **x, n**: two
+  of them
+- **later**: the last, `x_`
+  other: no parameter
+  of this
+
+Shown:
+
+::
+
+    code(*args)
+
+
+.. list-table::
+   :header-rows: 1
+
+   * - a
+     - b
+   * - 1
+     - \*c
+
+- one
+  more
+- two
+
+after"""
+    assert "\n".join(rst(text.split("\n"), {"x", "n", "later"})) == expected
+
+
+DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +579,7 @@ def test_every_page_is_in_the_navigation():
 def test_every_public_name_is_in_the_reference(package, page):
     module = importlib.import_module(package)
     text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
-    documented = {name.split(".")[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    documented = {name.split(".")[-1] for name in DIRECTIVE.findall(text)}
     named = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     public = {name for name, value in named.items() if not inspect.ismodule(value)}
     assert public <= documented
@@ -531,7 +609,7 @@ def test_every_command_is_in_the_reference():
     for package in ("trainers", "bench"):
         text = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
         commands = set(importlib.import_module(f"{package}.__main__").PROGRAMS)
-        assert commands and {name for name in commands if f"::: {package}.{name}\n" not in text} == set()
+        assert commands and {name for name in commands if f".. automodule:: {package}.{name}\n" not in text} == set()
 
 
 def test_the_site_has_tables_of_the_flags_of_training() -> None:
@@ -550,16 +628,24 @@ def test_the_site_has_tables_of_the_flags_of_training() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long  # make docs builds the pages in any case
-@pytest.mark.skipif(shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="no extra 'docs'")
-def test_a_broken_reference_is_an_error(tmp_path):
-    """Make docs must fail where a page names what does not exist."""
+@pytest.mark.timeout(600)  # two builds
+@pytest.mark.skipif(shutil.which("sphinx-build", path=str(BIN)) is None, reason="no extra 'docs'")
+def test_a_broken_link_anchor_or_reference_is_an_error(tmp_path):
+    """Make docs must fail where a page names what does not exist. Its pages load nothing from elsewhere."""
     for name in ("docs", *PACKAGES):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    build = [str(Path(sys.executable).parent / "mkdocs"), "build", "--strict", "--quiet"]
+    recipe = re.search(r"^docs: .*\n(?:\t@.*\n)*\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    build = [str(BIN / recipe.split()[0]), *recipe.split()[1:]]
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    loads = re.compile(r'<(?:script|img|iframe)\s[^>]*src="(?:https?:)?//|<link\s[^>]*href="(?:https?:)?//')
+    assert [path for path in (tmp_path / "site").rglob("*.html") if loads.search(path.read_text())] == []
     page = tmp_path / "docs" / "reference" / "commengine.md"
-    page.write_text(page.read_text() + "\n::: commengine.NoSuchName\n")
+    page.write_text(
+        page.read_text()
+        + "\n[a](../no-such-page.md) [b](../design.md#no-such-anchor)\n"
+        + "\n```{eval-rst}\n.. autoclass:: commengine.NoSuchName\n```\n"
+    )
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "NoSuchName" in done.stderr
+    assert done.returncode != 0
+    assert all(name in done.stderr for name in ("no-such-page", "no-such-anchor", "NoSuchName")), done.stderr

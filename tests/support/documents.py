@@ -83,7 +83,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    """The anchors of a page's headings, as GitHub and MyST make them."""
     plain = (re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in _HEADING.findall(prose(page)))
     return {heading.replace(" ", "-") for heading in plain}
 
