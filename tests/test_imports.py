@@ -25,7 +25,7 @@ ROOMS = {
         {"errors"},
         {"files"},  # reading and writing what users name; checksums
         {"options"},  # of commands: flags and YAML of a dataclass
-        {"mpi", "job_end", "dtypes", "decomposition"},
+        {"mpi", "job_end", "dtypes", "decomposition", "torch_private"},
         {"agreement", "trace", "cost", "startup"},
         {"shared_memory"},  # windows and flags; knows no transport
         {"host"},  # MPI for host tensors
@@ -415,7 +415,7 @@ def test_tplayers_needs_torch_numpy_and_mpi4py_alone():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     names = {re.split(r"[^\w-]", one)[0].lower().replace("-", "_") for one in wanted}
-    missing = sorted((names | {"yaml"}) - {"torch", "numpy", "mpi4py"})
+    missing = sorted((names | {"yaml"}) - {"torch", "numpy", "mpi4py", "commengine"})
     assert {"tokenizers", "safetensors", "ftfy", "py3langid", "datasketch", "tqdm", "matplotlib"} <= set(missing)
     program = (
         "import importlib.abc, sys\n"

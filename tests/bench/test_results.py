@@ -53,8 +53,8 @@ def require_taken(words: list[str]) -> None:
     if module == "trainers.preprocess_data":
         declared.parse(at.PreprocessSettings, words, module)
         return
-    if words[:1] == ["--only"] and hasattr(at, "ALONE"):
-        at, words = at.ALONE[words[1]], words[2:]
+    if words[:1] == ["--only"] and hasattr(at, "PARTS"):
+        at, words = at.PARTS[words[1]], words[2:]
     if module in ("bench.contest", "bench.conformance"):
         parser, words = at.parser(words[0]), words[1:]
     else:

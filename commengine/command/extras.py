@@ -7,6 +7,7 @@ need the extra ``train``, and the studies ``study``. This module imports the sta
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import TracebackType
 
 #: the packages of each extra, by the names under which they are imported; ``study`` has those of ``train``, too
@@ -42,9 +43,11 @@ def say_what_is_missing(extra: str) -> None:
         if line is None:
             before(kind, error, trace)
             return
-        from .startup.tasks import task_number
+        from commengine.startup.tasks import task_number
 
         if task_number() == 0:
-            print(f"{sys.orig_argv[0]} {' '.join(sys.orig_argv[1:3])}: error: {line}", file=sys.stderr, flush=True)
+            words = sys.orig_argv
+            program = f"python -m {words[words.index('-m') + 1]}" if "-m" in words[:-1] else Path(sys.argv[0]).name
+            print(f"{program}: error: {line}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook

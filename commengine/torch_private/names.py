@@ -7,16 +7,14 @@ version: nothing fails in silence. Tests take each name away.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
 
 class MissingInTorch(NotImplementedError):
@@ -41,9 +39,9 @@ class PrivateName:
             place = importlib.import_module(first)
             for part in rest:
                 place = getattr(place, part, None)
-        return getattr(place, name, self.instead or self._missing)
+        return getattr(place, name, self.instead or self.missing)
 
-    def _missing(self, *_: Any, **__: Any) -> NoReturn:
+    def missing(self, *_: Any, **__: Any) -> NoReturn:
         raise MissingInTorch(
             f"torch {torch.__version__} has no {self.path}, which {self.use} needs: take a version that docs/scope.md "
             "names"
@@ -107,38 +105,6 @@ NAMES = {
         PrivateName("torch.utils._pytree.tree_leaves", "arguments of calls", _leaves),
     )
 }
-
-
-#: what torch.utils.checkpoint calls for each recomputation: torch to 2.13, and from 2.14 on
-RECOMPUTATION = ("_checkpoint_without_reentrant_generator", "_checkpoint_impl")
-
-
-@contextlib.contextmanager
-def watched_recomputation(see: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Within the block ``see`` gets the arguments of each call of ``torch.utils.checkpoint``, before it runs.
-
-    Raises MissingInTorch where torch calls none of RECOMPUTATION, so that no recomputation stays unseen.
-    """
-    before = {name: getattr(checkpoint, name) for name in RECOMPUTATION if hasattr(checkpoint, name)}
-    seen: list[str] = []
-
-    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
-        seen.append(name)
-        see(private("tree_leaves")([args, kwargs]))
-        return before[name](*args, **kwargs)
-
-    for name in before:
-        setattr(checkpoint, name, functools.partial(watched, name))
-    try:
-        checkpoint.checkpoint(torch.clone, torch.ones(()), use_reentrant=False)
-        if not seen:
-            PrivateName(
-                f"torch.utils.checkpoint.{RECOMPUTATION[-1]}", "a trace that must see recomputations"
-            )._missing()
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(checkpoint, name, function)
 
 
 @functools.cache

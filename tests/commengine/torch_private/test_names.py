@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import checkpoint
 
-from commengine import torch_private
-from commengine.torch_private import NAMES, MissingInTorch, private, watched_recomputation
+from commengine.torch_private.names import NAMES, MissingInTorch, private
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: private names outside the table, and why each is no danger
 ALLOWED = {
     "torch.autograd.Variable._execution_engine": "looked up at import: a torch without it fails there, by name",
@@ -68,20 +66,20 @@ def test_no_other_file_names_a_private_name_of_torch():
     for package in ("commengine", "tplayers", "trainers", "bench"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
-            if name == "commengine/torch_private.py" or name.startswith(OURS):
+            if name.startswith(("commengine/torch_private/", *OURS)):
                 continue
             for one in private_names(path.read_text()):
                 known = next(
                     (allowed for allowed in ALLOWED if allowed.startswith(one) or one.startswith(allowed)), None
                 )
-                assert known, f"{path}: {one}: put it into commengine/torch_private.py"
+                assert known, f"{path}: {one}: put it into commengine/torch_private/names.py"
                 left.discard(known)
     assert not left
 
 
 @pytest.mark.parametrize("name", [one for one in NAMES.values() if one.instead is None], ids=lambda one: one.path)
 def test_without_a_substitute_the_call_names_torch_and_the_use(name, monkeypatch):
-    assert name.found() is not name._missing
+    assert name.found() is not name.missing
     taken_away(monkeypatch, name)
     with pytest.raises(MissingInTorch, match=f"torch {torch.__version__[:3]}.* has no {name.path}, which .* needs"):
         name.found()()
@@ -115,17 +113,3 @@ def test_substitutes_do_the_same():
         before = many[0]._version
         count((many[0],))
         assert many[0]._version == before + 1
-
-
-def test_a_recomputation_is_seen_or_the_torch_is_refused(monkeypatch):
-    """Whether or not gradients are followed; and a torch that calls another function is noticed at once."""
-    found = []
-    with watched_recomputation(found.append), torch.no_grad():
-        found.clear()
-        checkpoint.checkpoint(torch.clone, torch.ones(3), use_reentrant=False)
-    assert any(isinstance(one, torch.Tensor) and one.numel() == 3 for one in found[0])
-    monkeypatch.setattr(torch_private, "RECOMPUTATION", ("_no_such_name",))
-    with pytest.raises(MissingInTorch, match="which a trace that must see recomputations needs"):
-        watched_recomputation(found.append).__enter__()
-    checkpoint.checkpoint(torch.clone, torch.ones(3), use_reentrant=False)
-    assert len(found) == 1
