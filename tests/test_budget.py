@@ -41,6 +41,12 @@ def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path):
     assert list(budget.too_long({"lines": {"one": 8}}, tmp_path)) == []
     (line,) = budget.too_long({"lines": {"one": 5}}, tmp_path)
     assert line.startswith("one: 8 lines of code, 3 more than its budget in budget.json")
+    (tmp_path / "docs" / "in").mkdir(parents=True)
+    (tmp_path / "docs" / "in" / "page.md").write_text("# Three  words\n")
+    (tmp_path / "README.md").write_text("two more")
+    assert list(budget.too_long({"lines": {}, "words": {"docs": 5}}, tmp_path)) == []
+    (line,) = budget.too_long({"lines": {}, "words": {"docs": 4}}, tmp_path)
+    assert line.startswith("docs: 5 words, 1 more than its budget in budget.json; shorten")
 
 
 def test_a_file_may_take_half_more_and_a_new_one_a_little():

@@ -19,7 +19,7 @@ from trainers.tasks.commands import PRETRAIN_GPT
 
 RESULTS = ROOT / "bench" / "results"
 PAGES = sorted(RESULTS.glob("*.md"))
-WORDS = 25_000  # of all pages together
+WORDS = 25_000  # of all pages together; lint holds them, too
 HEADING = ("command", "date", "hardware", "versions")
 #: pages whose command is no single ``python -m``
 OTHER_COMMANDS = {"gpu-h200.md", "moe.md"}

@@ -104,14 +104,23 @@ def lines_of(package: str, root: Path = ROOT) -> int:
     return sum(code_lines(path.read_text(encoding="utf-8")) for path in sorted((root / package).rglob("*.py")))
 
 
+def words_of(folder: str, root: Path = ROOT) -> int:
+    """The words of all pages below a folder, as wc counts them. README.md counts with docs."""
+    pages = [*(root / folder).rglob("*.md"), *([root / "README.md"] if folder == "docs" else [])]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
 def too_long(budget: Mapping[str, Any], root: Path = ROOT) -> Iterator[str]:
-    """A sentence for each package with more lines of code than its budget."""
+    """A sentence for each package with more lines of code, and each folder with more words, than its budget."""
     for package, most in budget["lines"].items():
         if (found := lines_of(package, root)) > most:
             yield (
                 f"{package}: {found:,} lines of code, {found - most:,} more than its budget in {FILE.name}; take some "
                 "away, or raise the budget and say why in the note"
             )
+    for folder, most in budget.get("words", {}).items():
+        if (found := words_of(folder, root)) > most:
+            yield f"{folder}: {found:,} words, {found - most:,} more than its budget in {FILE.name}; shorten a page"
 
 
 def seconds_of(tallies: Iterable[Path]) -> dict[tuple[str, str], float]:
@@ -126,6 +135,8 @@ def seconds_of(tallies: Iterable[Path]) -> dict[tuple[str, str], float]:
     return dict(taken)
 
 
+#: the most words of the pages of a folder
+WORDS = {"docs": 64_000, "bench/results": 25_000}
 #: those whose lines of code have a budget
 PACKAGES = ("commengine", "tplayers", "trainers", "bench", "tests")
 
@@ -140,14 +151,14 @@ def written(
         if seconds >= 0.05:
             files[file][ranks] = round(seconds, 1) or 0.1
     lines = {package: lines_of(package) for package in packages}
-    found = {"calibration": round(calibration, 2), "whole": dict(whole), "lines": lines}
+    found = {"calibration": round(calibration, 2), "whole": dict(whole), "lines": lines, "words": WORDS}
     head = json.dumps(found, indent=1)[:-2]
     rows = ",\n".join(f"  {json.dumps(file)}: {json.dumps(one)}" for file, one in files.items())
     return f'{head},\n "seconds": {{\n{rows}\n }}\n}}\n'
 
 
 def main() -> int:
-    """The command: status 1 if a package has too many lines."""
+    """The command: status 1 if a package has too many lines, or a folder too many words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", nargs="+", type=Path, metavar="TALLY")
     parser.add_argument("--whole", nargs=2, type=float, metavar=("USUAL", "QUICK"), help="seconds of whole runs")
