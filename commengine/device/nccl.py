@@ -1,7 +1,7 @@
 """NCCL for device tensors, as the operations use it: its calls are enqueued on a CUDA stream by CuPy's binding.
 
-This is the only file that imports cupy, and it does so only when a device communicator is made. Tensors and streams are
-handed to the binding as addresses.
+cupy is imported only when a device communicator is made. (The one other file that imports it is ``kernel.py``, for a
+kernel.) Tensors and streams are handed to the binding as addresses.
 """
 
 from __future__ import annotations
