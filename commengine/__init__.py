@@ -11,6 +11,9 @@ from .trace import CollectiveEvent as CollectiveEvent
 from .trace import Trace as Trace
 from .trace import trace as trace  # now: its module has the same name
 
+#: the version of the whole distribution
+__version__ = "0.2.0"
+
 if TYPE_CHECKING:
     from . import launch as launch
     from .cartesian import CartesianGrid as CartesianGrid
@@ -51,13 +54,15 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_MODULES[name], __name__)
-    value = module if name == "launch" else getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else a type checker takes any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_MODULES[name], __name__)
+        value = module if name == "launch" else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

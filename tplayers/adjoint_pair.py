@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from commengine.torch_private import private
+
+_UNDER_TORCH_FUNC = private("_are_functorch_transforms_active")
+
 #: an operator of which autograd sees nothing
 Operator = Callable[[Tensor], Tensor]
 #: an operator and the transposed one
@@ -71,7 +75,7 @@ def followed() -> bool:
 
 def under_torch_func() -> bool:
     """Whether a transform of ``torch.func`` runs."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(_UNDER_TORCH_FUNC())
 
 
 #: empty tensors of the host: a new one costs several times what a detached one costs

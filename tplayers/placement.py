@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator
+from commengine.torch_private import private
 
 from .rng import generator
 
@@ -316,7 +317,7 @@ def all_reduce_together(tensors: Sequence[Tensor], comm: Communicator) -> None:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
-        torch._foreach_copy_(alike, sum_together(alike, comm))
+        private("_foreach_copy_")(alike, sum_together(alike, comm))
 
 
 def sum_together(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]:

@@ -17,8 +17,9 @@ from pydantic import AfterValidator, Field, JsonValue, WrapValidator
 
 from commengine import UsageError
 from commengine.cost import FittedModel, Link, Machine
-from commengine.files.reading import InputFileError, read_yaml, require_regular
+from commengine.files.reading import InputFileError, require_regular
 from commengine.files.schema import FilePart, checked
+from commengine.files.yaml_files import read_yaml
 from tplayers.formulas import TransformerShape, model_flops
 
 FOLDER = Path(__file__).parent

@@ -6,13 +6,11 @@ The JSON of bench.collectives, which bench.study --only fit reads, has a `Measur
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import Field
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 from bench.timing.sampling import FEWEST
-from commengine.files.schema import ReadPart, checked
 
 #: the words for the signs of `Measurement.signs`
 SIGNS = {
@@ -21,8 +19,8 @@ SIGNS = {
     "*": "the time was up before there were 20 calls whose median was known well enough",
 }
 
-_Number = Annotated[float, Field(ge=0)]
-_Count = Annotated[int, Field(ge=0)]
+#: the fields that each row of a file has, perhaps as null
+ALWAYS = ("ci", "state")
 
 
 class SeriesKey(NamedTuple):
@@ -44,7 +42,8 @@ class SeriesKey(NamedTuple):
     skew: str | None = None
 
 
-class Measurement(ReadPart):
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
     """One call, by one transport, in one state of the machine. A key that an older file lacks is None.
 
     Of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
@@ -65,22 +64,25 @@ class Measurement(ReadPart):
     With --over: over, the median over that of the other transport, and over_sign, "*" if one of them did not converge.
     """
 
+    #: for who reads a file: the types are as they say, and numbers are finite
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"strict": True, "allow_inf_nan": False}
+
     operation: str
     transport: str
     group: str | None = None
-    ranks: Annotated[int, Field(ge=1)]
+    ranks: int
     dtype: str | None = None
     redop: str | None = None
     root: int | None = None
     in_place: bool | None = None
-    bytes: _Count
+    bytes: int
     count: int | None = None
     skew: str | None = None
     stream: bool | None = None
-    iterations: _Count | None = None
+    iterations: int | None = None
     converged: bool | None = None
     seconds: dict[str, float]
-    ci: tuple[_Number, _Number] | None = None
+    ci: tuple[float, float] | None = None
     algbw: float | None = None
     busbw: float | None = None
     wrong: int | None = None
@@ -96,11 +98,12 @@ class Measurement(ReadPart):
 
     def but(self, **changed: Any) -> Measurement:
         """The same with other values of some fields."""
-        return self.model_copy(update=changed)
+        return replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
-        """The row of a file: the fields that were set."""
-        return self.model_dump(exclude_unset=True)
+        """The row of a file: the fields that it has, and those of ALWAYS."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in found.items() if value is not None or name in ALWAYS}
 
     @property
     def p50(self) -> float:
@@ -148,17 +151,6 @@ class Measurement(ReadPart):
         """Its signs, if it does not count or did not converge: keys of SIGNS."""
         late = not self.has_few_calls and self.converged is False
         return ("~" if self.disturbed else "") + ("?" if self.has_few_calls else "") + ("*" if late else "")
-
-
-def measurements(rows: Iterable[Mapping[str, Any]]) -> list[Measurement]:
-    """The rows of a file. Raises ValueError that names the first row at fault and its key."""
-    found = []
-    for number, row in enumerate(rows):
-        try:
-            found.append(checked(Measurement, row))
-        except ValueError as error:
-            raise ValueError(f"rows[{number}]: {error}") from None
-    return found
 
 
 def comparable(rows: Iterable[Measurement]) -> list[Measurement]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
 
 from bench.collective_study.measurement import Measurement, SeriesKey
 from bench.timing.sampling import half_in_errors
 from commengine import UsageError
-from commengine.files.reading import InputFileError, read_json
-from commengine.files.schema import checked, fault_in
+from commengine.files.reading import InputFileError, fault_in, read_json
+from commengine.files.schema import told
 
 FORMAT = 1
 STATISTICS = ("p50", "mean", "min")
+_ROW = TypeAdapter(Measurement)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,31 @@ class Series:
         return " ".join([*parts, *(["stream"] if way.stream else []), *([str(way.state)] if way.state else [])])
 
 
+def measurement_of(row: Any) -> Measurement:
+    """A row of a file. Raises ValueError that names the first key at fault, and its value."""
+    try:
+        found = _ROW.validate_json(json.dumps(row))
+    except ValidationError as error:
+        raise ValueError(told(error)) from None
+    low = found.ci or (0.0, 0.0)
+    for name, value, least in (("ranks", found.ranks, 1), ("bytes", found.bytes, 0), ("iterations", found.calls, 0),
+                               ("ci", min(low), 0)):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name}={value}: should be greater than or equal to {least}")
+    return found
+
+
+def measurements(rows: Iterable[Any]) -> list[Measurement]:
+    """The rows of a file. Raises ValueError that names the first row at fault and its key."""
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(measurement_of(row))
+        except ValueError as error:
+            raise ValueError(f"rows[{number}]: {error}") from None
+    return found
+
+
 def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, Any]]:
     """The series of a results file, in the file's order, and the rest of the file. statistic: one of STATISTICS.
 
@@ -89,7 +118,7 @@ def read(path: Path, statistic: str = "p50") -> tuple[list[Series], dict[str, An
     found: dict[SeriesKey, list[tuple[Measurement, float]]] = {}
     for number, one in enumerate(data["rows"]):
         with fault_in(f"{path}: rows[{number}]"):
-            row = checked(Measurement, one)
+            row = measurement_of(one)
             spent = row.seconds[statistic]
             low, high = row.ci or (spent, spent)
             if spent <= 0:

@@ -8,15 +8,16 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine import Communicator, UsageError, launch
 from commengine.device.choice import DeviceLike
 from commengine.errors import one_line
 from commengine.job_end import handle_signal
 from commengine.startup.tasks import task_number
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 STATUS = 2  # of a process whose user made an error
 HELP = ("-h", "--help")
@@ -117,6 +118,8 @@ def progress(world: Communicator, total: int, description: str | None = None, *,
 
     piped: also where it is a launcher's pipe, in which it is drawn less often, and in 80 columns.
     """
+    from tqdm import tqdm  # here: commands without a bar need none
+
     disable = True if world.rank else False if piped else None  # tqdm: None disables it where there is no terminal
     more: dict[str, Any] = {"mininterval": 0.1 if sys.stderr.isatty() else 2.0, "ncols": 80} if piped else {}
     return tqdm(total=total, disable=disable, file=sys.stderr, desc=description, leave=False, **more)

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.collective_study.measurement import Measurement, comparable, measurements
+from bench.collective_study.measurement import Measurement, comparable
+from bench.collective_study.results import measurements
 from bench.collective_study.tables import size_label
 from bench.command.files import writable
 from bench.contest.parts.base import Case, Contest

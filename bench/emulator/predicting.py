@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from bench.clusters.device_rates import DeviceRates
-from bench.collective_study.measurement import Measurement, comparable, measurements
-from bench.collective_study.results import FORMAT
+from bench.collective_study.measurement import Measurement, comparable
+from bench.collective_study.results import FORMAT, measurements
 from bench.emulator.layouts import MODEL, LayoutRun
 from bench.prediction.group_cost import place_of
 from commengine import UsageError

@@ -2,8 +2,8 @@
 
 Each run is a folder that ``trainers.pretrain_gpt --save`` wrote. "Difference" is the largest difference of the training
 loss over the steps that both runs have, in nats per token. A run that is missing, that has a loss that is not finite,
-or that differs by more than the tolerance makes the verdict bad, and the exit status 1. Runs through NCCL on a GPU that
-they share need NCCL 2.30, and may be missing.
+or that differs by more than the tolerance makes the verdict bad, and the exit status 1. Runs by NCCL of two ranks that
+share a GPU may be missing: they need an ``NCCL_HOSTID`` for each rank, or NCCL 2.30.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_study.rows import RowFile
-from commengine.files.reading import read_json_lines
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in, read_json_lines
 from commengine.options.parser import OneLineParser
 
 #: nats per token. fp32 sums in another order; bf16 has 8 bits of mantissa; a compiler keeps more bits inside a kernel.

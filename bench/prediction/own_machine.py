@@ -22,8 +22,7 @@ from bench.clusters.cluster import MEASURE, load
 from bench.clusters.device_rates import measure_rates
 from bench.command.machine import processor, usable_cores
 from commengine import UsageError
-from commengine.files.reading import InputFileError, read_json
-from commengine.files.schema import fault_in
+from commengine.files.reading import InputFileError, fault_in, read_json
 
 #: the machine whose links stand for those that are not measured
 LIKE = "amd-epyc"

@@ -11,8 +11,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from commengine import UsageError
-from commengine.files.reading import InputFileError, read_json, read_text, require_regular
-from commengine.files.schema import fault_in
+from commengine.files.reading import InputFileError, fault_in, read_json, read_text, require_regular
 
 from .records import records
 from .rendering import inline, markdown

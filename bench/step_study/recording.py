@@ -17,8 +17,8 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from commengine import CollectiveEvent, UsageError
-from commengine.files.reading import read_json_lines
-from commengine.files.schema import FilePart, checked, fault_in, told
+from commengine.files.reading import fault_in, read_json_lines
+from commengine.files.schema import FilePart, checked, told
 from commengine.operations import IN_MEMORY, OPERATIONS
 from commengine.trace import FORMAT
 

@@ -32,9 +32,9 @@ from typing import Any
 
 from bench import replay, step
 from bench.collective_study.fitted_series import as_json, draw, tables
-from bench.collective_study.measurement import measurements
 from bench.collective_study.memory import free_memory
 from bench.collective_study.points import model_of_points
+from bench.collective_study.results import measurements
 from bench.collective_study.results import read as read_results
 from bench.collective_study.shown_states import all_tables
 from bench.collective_study.tables import draw as draw_rows

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.collective_study.measurement import measurements
 from bench.collective_study.measuring import measure_call, place_of
 from bench.collective_study.memory import largest_size as largest_buffer
-from bench.collective_study.results import FORMAT
+from bench.collective_study.results import FORMAT, measurements
 from bench.command.files import replace_json
 from bench.timing.sampling import FEWEST
 from bench.transports.operations import DTYPES, CollectiveCall
 from commengine import Communicator
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in
 from commengine.rank_zero import on_rank_zero
 
 from . import kept

@@ -21,8 +21,7 @@ from bench.traces.chakra_schema import COLLECTIVES, NODES
 from bench.traces.chakra_writer import GROUP_NAMES, GROUPS, TIMES, call_bytes
 from bench.traces.foreign import ForeignCall, ranks_of
 from commengine import UsageError
-from commengine.files.reading import read_json
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in, read_json
 from commengine.operations import IN_MEMORY, OPERATIONS
 
 SEND, RECV, COLLECTIVE = (NODES.index(f"COMM_{kind}_NODE") for kind in ("SEND", "RECV", "COLL"))

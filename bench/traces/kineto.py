@@ -23,7 +23,7 @@ from bench.traces import foreign
 from bench.traces.foreign import ForeignCall
 from bench.traces.opening import begins_with, read_json_object
 from commengine import UsageError
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in
 from commengine.operations import OPERATIONS
 
 _ANNOTATED = re.compile(r"(nccl|gloo):(\w+)")

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from commengine.files.reading import read_json
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in, read_json
 
 NAMES = ("uniform", "zipf", "hot")
 #: the experts of the skews that have a name, or twice as many as ranks if that is more

@@ -20,7 +20,7 @@ from .nccl import CUDA_OF_TORCH, NCCL_LEAST, WITHOUT_CUPY, Runtime, load_runtime
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: how device tensors travel: by NCCL; by an MPI that takes device addresses; by any MPI, through pinned host memory
+#: how device tensors travel: by NCCL; or by the transports of the host, through pinned host memory
 TRANSPORTS = ("nccl", "staged")
 
 #: the first NCCL that lets ranks share a device, as ncclGetVersion writes it, and the environment variable for it

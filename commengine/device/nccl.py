@@ -1,7 +1,7 @@
 """NCCL for device tensors, as the operations use it: its calls are enqueued on a CUDA stream by CuPy's binding.
 
-This is the only file that imports cupy, and it does so only when a device communicator is made. Tensors and streams are
-handed to the binding as addresses.
+cupy is imported only when a device communicator is made. (The one other file that imports it is ``kernel.py``, for a
+kernel.) Tensors and streams are handed to the binding as addresses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from commengine.dtypes import NCCL_BYTE
 from commengine.errors import CollectiveError, SettledError, TransferError
 from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
+from commengine.torch_private import private
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,6 +51,8 @@ BLOCKING = "NCCL_COMM_BLOCKING"
 
 #: seconds that a transport which is dropped without `close` waits for its collectives in flight
 DROP_SECONDS = 5.0
+
+_CURRENT = private("_cuda_getCurrentRawStream")
 
 Made = TypeVar("Made")
 
@@ -84,7 +87,7 @@ class Runtime:
 
         ``torch.cuda.current_stream`` costs 2 microseconds and more, this one a fraction of one.
         """
-        return int(torch._C._cuda_getCurrentRawStream(device.index))  # what torch.compile's own kernels ask
+        return int(_CURRENT(device.index))  # what torch.compile's own kernels ask
 
     def refuse_capture(self) -> None:
         """Raise SettledError if torch's current stream is captured into a CUDA graph.

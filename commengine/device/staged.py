@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from commengine.torch_private import private
 
 from .nccl import Runtime
 
@@ -54,7 +55,7 @@ class HostedBackend:
                 if read:
                     copy(there[id(tensor)], tensor)
             self._stream.synchronize()
-            self._host.run(operation, tree_map(lambda one: there.get(id(one), one), args))
+            self._host.run(operation, private("tree_map")(lambda one: there.get(id(one), one), args))
             for tensor, _, written in moved:
                 if written:
                     copy(tensor, there[id(tensor)])

@@ -1,4 +1,4 @@
-"""Reading files that a user names: text, YAML and JSON, within limits, each fault in one line that names the file.
+"""Reading files that a user names: text and JSON, within limits, each fault in one line that names the file.
 
 A file must be a regular one: a pipe would wait for a writer for ever, and a device may have no end.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
+from commengine.errors import UsageError
 
 #: bytes of the largest file of settings, and of the largest file of results, that is read
 SETTINGS_BYTES, RESULTS_BYTES = 1 << 18, 1 << 28
-#: lists and mappings within each other in a YAML file
-_DEEPEST = 20
-_LARGEST_INTEGER = 1 << 63
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: JSON and YAML have no larger integers here
+LARGEST_INTEGER = 1 << 63
 
 
 class InputFileError(ValueError):
@@ -69,79 +69,30 @@ def read_json_lines(path: str | os.PathLike[str], most: int = RESULTS_BYTES) -> 
 
 def _json(where: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_int=_integer)
+        return json.loads(text, parse_int=integer)
     except RecursionError:
         raise InputFileError(f"{where}: not usable JSON: lists and objects within each other without end") from None
     except ValueError as error:
         raise InputFileError(f"{where}: not JSON: {str(error)[:200]}") from None
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > 20 or not -_LARGEST_INTEGER <= (value := int(digits)) < _LARGEST_INTEGER:
+def integer(digits: str) -> int:
+    """An integer of at most 64 bits. Raises ValueError for a larger one."""
+    if len(digits) > 20 or not -LARGEST_INTEGER <= (value := int(digits)) < LARGEST_INTEGER:
         raise ValueError("an integer of more than 64 bits")
     return value
 
 
-def read_yaml(path: str | os.PathLike[str], *, as_written: bool = False) -> dict[str, Any]:
-    """The mapping that a YAML file holds: keys are strings, values are strings, numbers, true, false, lists, mappings.
+@contextmanager
+def fault_in(where: str | Callable[[], str], most: int = 200) -> Iterator[None]:
+    """Turn the error of code that meets other content than it reads into UsageError, which begins with ``where``.
 
-    as_written: every value but null is a string, as it stands in the file: what a command line would have.
-
-    Raises InputFileError for any other document: also for a key that is there twice, and for anchors, aliases and tags,
-    because these make a small file stand for a large one, or for other types.
+    A UsageError and an InputFileError stay, because they name their place. most: characters of the error that are kept.
     """
-    text = read_text(path, SETTINGS_BYTES)
     try:
-        _require_plain(text)
-        node = yaml.compose(text, Loader=_LOADER)
-        if not isinstance(node, yaml.MappingNode):
-            raise ValueError("want keys with values, such as 'seq-length: 1024'")
-        value: dict[str, Any] = _value(node, as_written)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" in line {mark.line + 1}"
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "no YAML"
-        raise InputFileError(f"{path}: not YAML: {problem}{where}") from None
-    except (ValueError, OverflowError) as error:
-        raise InputFileError(f"{path}: {str(error)[:300]}") from None
-    return value
-
-
-def _require_plain(text: str) -> None:
-    """Raise ValueError for YAML that is deep, or has anchors, aliases or tags. It looks at the file's events alone."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        line = 1 + (event.start_mark.line if event.start_mark else 0)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise ValueError(f"line {line}: more than {_DEEPEST} lists or mappings within each other")
-        if getattr(event, "anchor", None) is not None:
-            raise ValueError(f"line {line}: no anchors and aliases (& and *) are taken; write the value itself")
-        if getattr(event, "tag", None) is not None:
-            raise ValueError(f"line {line}: no tags (!) are taken")
-
-
-def _value(node: yaml.Node, as_written: bool) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item, as_written) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        found: dict[str, Any] = {}
-        for key, value in node.value:
-            name = _value(key, as_written=False)
-            line = key.start_mark.line + 1
-            if not isinstance(name, str):
-                raise ValueError(f"line {line}: {str(name)[:40]!r} is no key; a key is a name, such as seq-length")
-            if name in found:
-                raise ValueError(f"line {line}: the key {name[:40]!r} is there twice")
-            found[name] = _value(value, as_written)
-        return found
-    if as_written and node.tag != "tag:yaml.org,2002:null":
-        return node.value
-    if node.tag == "tag:yaml.org,2002:int":
-        return _integer(node.value) if node.value.lstrip("+-").isdigit() else _construct(node)
-    return _construct(node)
-
-
-def _construct(node: yaml.Node) -> Any:
-    value = yaml.SafeLoader("").construct_object(node)
-    return str(node.value) if not isinstance(value, bool | int | float | str | None) else value
+        yield
+    except (UsageError, InputFileError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{where if isinstance(where, str) else where()}: {what[:most]}") from error

@@ -1,16 +1,12 @@
-"""Content of files: its checks by a pydantic model, and faults that name their place."""
+"""Content of files: its checks by a pydantic model. It alone imports pydantic, which is of the extra ``train``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-
-from commengine.errors import UsageError
 
 from .reading import RESULTS_BYTES, InputFileError, read_text
 
@@ -47,21 +43,6 @@ def read_as(path: Path, kind: type[Checked], most: int = RESULTS_BYTES, fault: s
         return kind.model_validate_json(read_text(path, most))
     except ValidationError as error:
         raise InputFileError(f"{path}{fault} {told(error)}") from None
-
-
-@contextmanager
-def fault_in(where: str | Callable[[], str], most: int = 200) -> Iterator[None]:
-    """Turn the error of code that meets other content than it reads into UsageError, which begins with ``where``.
-
-    A UsageError and an InputFileError stay, because they name their place. most: characters of the error that are kept.
-    """
-    try:
-        yield
-    except (UsageError, InputFileError):
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{where if isinstance(where, str) else where()}: {what[:most]}") from error
 
 
 def told(error: ValidationError) -> str:

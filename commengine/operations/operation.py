@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commengine.agreement import Shown, describe
+from commengine.torch_private import private
 
 #: runs a call whose form it was made for; gets the arguments of the operation
 Run = Callable[..., None]
@@ -20,12 +21,12 @@ _READ, _WRITTEN = ("tensor", "input", "sent"), ("tensor", "output", "received")
 
 def _marker() -> Callable[[tuple[Tensor, ...]], object]:
     """What tells autograd that tensors are written: torch's public function takes two times as long as its own one."""
-    own: Any = getattr(torch._C, "_increment_version", None)
+    own: Callable[[tuple[Tensor, ...]], object] = private("_increment_version")
     try:
         own(())
-    except TypeError:  # of an older torch, or none
+    except TypeError:  # of an older torch, whose function takes one tensor
         return lambda tensors: list(map(torch.autograd.graph.increment_version, tensors))
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 mark_written = _marker()

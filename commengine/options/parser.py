@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from commengine.errors import one_line
-from commengine.files.reading import InputFileError, read_yaml
+from commengine.files.reading import InputFileError
 from commengine.files.writing import require_different
 
 from .ranges import OptionError, ValidRange, require_range
@@ -139,6 +139,8 @@ class Parser(OneLineParser):
 
     def _words_of(self, path: str, given: Sequence[str]) -> list[str]:
         """The content of a file as words of a command line, but for options that ``given`` has. Raises OptionError."""
+        from commengine.files.yaml_files import read_yaml  # here: it needs PyYAML, and only --config does
+
         try:
             data = read_yaml(path, as_written=True)
         except InputFileError as error:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.collective_study.measurement import measurements
 from bench.collective_study.measuring import overlap_percent
-from bench.collective_study.results import read
+from bench.collective_study.results import measurements, read
 from bench.collective_study.tables import readable, table
 from bench.collectives import series, settings
 from bench.command.values import parse_bytes

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commengine.torch_private import private
+
 _aten = torch.ops.aten
 #: the rows of an lse that the memory-efficient kernel reads together
 _ROWS = 32
@@ -37,7 +39,7 @@ def kernel_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None
         return _HOST
     if not q.is_cuda or q.shape[-1] % 8 or (bias is not None and k.shape[2] % 8):
         return None  # torch's attention would pad the tensors
-    return _ON_DEVICE.get(torch._fused_sdp_choice(q, k, v, bias, 0.0, causal))
+    return _ON_DEVICE.get(private("_fused_sdp_choice")(q, k, v, bias, 0.0, causal))
 
 
 def _host(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from commengine import Decomposition
+from commengine.torch_private import private
 
 from .traced import Traced
 from .tracer import FieldTracer
@@ -40,7 +40,7 @@ class FieldCall:
         if not self.args and self.kind == "call_function" and "input" in self.kwargs:
             self.args = (self.kwargs["input"],)
             self.kwargs = {name: one for name, one in self.kwargs.items() if name != "input"}
-        found = [one for one in tree_flatten((self.args, self.kwargs))[0] if isinstance(one, Traced)]
+        found = [one for one in private("tree_leaves")((self.args, self.kwargs)) if isinstance(one, Traced)]
         self.tensors = [one for one in found if isinstance(one.value, Value)]
         self.fields = [one for one in self.tensors if one.value.blocks is not None]
 
@@ -70,7 +70,7 @@ class FieldCall:
                 return one
             return one.value.value if isinstance(one.value, Number) else one.value.whole
 
-        args, kwargs = tree_map(known, (self.args, self.kwargs))
+        args, kwargs = private("tree_map")(known, (self.args, self.kwargs))
         try:
             with torch.no_grad():
                 function = getattr(args[0], self.target) if self.kind == "call_method" else self.target
@@ -128,7 +128,7 @@ def emit_aligned(c: FieldCall, whole: Tensor, blocks: Decomposition, space: tupl
         is_tensor = isinstance(one, Traced) and isinstance(one.value, Value)
         return c.t.cut(one, blocks, space, whole) if is_tensor else one
 
-    args, kwargs = tree_map(aligned, (c.args, c.kwargs))
+    args, kwargs = private("tree_map")(aligned, (c.args, c.kwargs))
     return c.t.emit(c.kind, c.target, args, kwargs, Value(whole, blocks, space))
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten
 
 from commengine import CartesianGrid, Decomposition
+from commengine.torch_private import private, watched_recomputation
 from tplayers.fields.layer import FieldLayer, check_geometry
 
 from .functions import call
@@ -178,20 +177,17 @@ def _no_functions() -> Iterator[None]:
                 raise one.tracer.refused(f"the autograd Function {cls.__name__}", "a trace does not see its backward")
         return before.__func__(cls, *args, **kwargs)
 
-    def recomputed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def recomputed(args: list[Any]) -> None:
         for one in args:
             if isinstance(one, Traced):
                 raise one.tracer.refused("torch.utils.checkpoint", "a trace does not see where it begins and ends")
-        return generator(function, *args, **kwargs)
 
-    generator = checkpoint._checkpoint_without_reentrant_generator
-    checkpoint._checkpoint_without_reentrant_generator = recomputed  # type: ignore[assignment]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
-        checkpoint._checkpoint_without_reentrant_generator = generator
+    with watched_recomputation(recomputed):
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
 def _traced(tracer: FieldTracer, module: nn.Module) -> tuple[FieldTracer, fx.Graph, str]:
@@ -212,7 +208,7 @@ def _traced(tracer: FieldTracer, module: nn.Module) -> tuple[FieldTracer, fx.Gra
     if _random_states() != drawn:
         raise tracer.refused(f"the forward of {type(module).__name__}", "it draws random numbers", "nn.Dropout")
     for path, one in module.named_modules():
-        kept = tree_flatten({name: value for name, value in vars(one).items() if name != "_modules"})[0]
+        kept = private("tree_leaves")({name: value for name, value in vars(one).items() if name != "_modules"})
         if any(isinstance(value, fx.Proxy) for value in kept) or before[path] != _tensors(one):
             raise Refused(
                 f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which a "

@@ -13,7 +13,7 @@ from typing import Any
 
 from commengine import UsageError
 from commengine.errors import usage_errors
-from commengine.files.schema import fault_in
+from commengine.files.reading import fault_in
 from trainers.checkpoints import checkpoint, disk, pointer
 from trainers.checkpoints.state_file import kind_of
 from trainers.run import metrics

@@ -26,9 +26,8 @@ class JobOptions:
         None, "cpu or cuda; each rank of a node gets a device of its own (default: cuda if every rank can have one)"
     )
     device_transport: str = option(
-        "nccl", "how device tensors travel: by NCCL, by an MPI that takes device addresses, or through host memory",
-        choices=("nccl", "staged"),
-    )  # fmt: skip
+        "nccl", "how device tensors travel: by NCCL, or through host memory (staged)", choices=("nccl", "staged")
+    )
     distributed_timeout_minutes: Minutes = option(
         10.0, "a collective that takes longer ends the job, with a report of the ranks that are missing; 0: no limit"
     )

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commengine.torch_private import private
+
+_TASK, _NODE = private("_current_graph_task_id"), private("_current_autograd_node")
+
 #: PyTorch's engine, which calls back at the end of a backward. DistributedDataParallel and FSDP end theirs so, too.
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 
@@ -64,7 +68,7 @@ class Backwards:
 
     def _comes(self, _: Tensor) -> None:
         """Autograd's hook: a parameter has its gradient."""
-        task = torch._C._current_graph_task_id()
+        task = _TASK()
         if task == self._task:
             return
         self._look()
@@ -84,7 +88,7 @@ class Backwards:
 
     def _ends(self) -> None:
         """Autograd's callback at the end of a backward."""
-        if torch._C._current_autograd_node() is not None:
+        if _NODE() is not None:
             raise RuntimeError(
                 "a backward of the module runs inside another one: give torch.utils.checkpoint use_reentrant=False"
             )

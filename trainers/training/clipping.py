@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commengine import Communicator
+from commengine.torch_private import private
 
 from .reduction import GradientSegment
 
@@ -118,7 +119,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
                 short.append(piece[whole:] if whole else piece)
     for dtype in dict.fromkeys(one.dtype for one in short):
         alike = [one for one in short if one.dtype == dtype]
-        norms.append(torch.stack(torch._foreach_norm(alike, dtype=WIDER.get(dtype))))
+        norms.append(torch.stack(private("_foreach_norm")(alike, dtype=WIDER.get(dtype))))
     if not norms:  # of tensors without an element
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     return torch.cat([one.double() for one in norms]).square_().sum()
@@ -202,4 +203,4 @@ def clip(segments: Sequence[GradientSegment], norm: float, largest: float, *, sc
     factor = largest / (norm + 1e-6) if largest > 0 and norm > largest else 1.0
     factor /= scale
     if factor != 1.0:
-        torch._foreach_mul_([grad for segment in segments if (grad := segment.gradient) is not None], factor)
+        private("_foreach_mul_")([grad for segment in segments if (grad := segment.gradient) is not None], factor)

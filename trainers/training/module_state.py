@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator
+from commengine.torch_private import private
 
 #: elements from which on a tensor is not copied together with others
 LARGE = 1 << 16
@@ -84,7 +85,7 @@ def copy_from_rank_zero(tensors: Sequence[Tensor], comm: Communicator) -> None:
         comm.broadcast(flat)
         if comm.rank > 0:
             parts = torch.split(flat, [tensor.numel() for tensor in some])
-            torch._foreach_copy_(some, [part.view_as(one) for part, one in zip(parts, some, strict=True)])
+            private("_foreach_copy_")(some, [part.view_as(one) for part, one in zip(parts, some, strict=True)])
 
 
 def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

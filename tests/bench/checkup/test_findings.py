@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench.checkup.findings import ADVICE, WRONG, findings
-from bench.collective_study.measurement import measurements
+from bench.collective_study.results import measurements
 from tests.support import mpirun
 
 DEVICE = {"name": "eth0", "mbit_per_s": 10000}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.collective_study.measurement import measurements
+from bench.collective_study.results import measurements
 from bench.collective_study.shown_states import all_tables, of_shown_states, uncounted_lines
 from bench.collective_study.tables import draw, table
 from tests.bench.timing.test_states import states

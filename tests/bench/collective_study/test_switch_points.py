@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.collective_study.measurement import measurements
+from bench.collective_study.results import measurements
 from bench.collective_study.switch_points import SIZES, cells_of, parse, switch_point
 from commengine.host.switch_points import NEVER, Key, Point, SwitchPoints
 from tests.support import mpirun

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.collective_study.measurement import measurements
+from bench.collective_study.results import measurements
 from bench.contest import __main__ as command
 from bench.contest.rivals import CONTEST, cases_of, draw
 from bench.transports import environments

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.collective_study.measurement import measurements
+from bench.collective_study.results import measurements
 from bench.collective_study.tables import compare, table
 from tests.support import mpirun
 

@@ -4,8 +4,8 @@ import pytest
 from pydantic import Field
 
 from commengine import UsageError
-from commengine.files.reading import InputFileError
-from commengine.files.schema import FilePart, checked, fault_in
+from commengine.files.reading import InputFileError, fault_in
+from commengine.files.schema import FilePart, checked
 
 
 class Inner(FilePart):
