@@ -30,6 +30,7 @@ NAV = {
     "": {
         "Install, and a first run": "install",
         "What it is, and is not": "scope",
+        "What is stable": "stability",
     },
     "Train": {
         "Training": "training",
