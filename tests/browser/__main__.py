@@ -147,7 +147,7 @@ def check(page: Any, folder: Path, seed: int, count: int) -> list[str]:
 
     site.open("index.html")
     page.wait_for_url("**/docs/index.html", wait_until="load")
-    pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
+    pages = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*.html")} - {"index.html"})
     names = anchors()
     for one in pages:
         site.open(one)
