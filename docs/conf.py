@@ -96,8 +96,8 @@ DECISIONS = (
 
 project = html_title = "commengine"
 root_doc = "docs/index"
-include_patterns = ["docs/**", "bench/results/**"]
-exclude_patterns = [".*", "runs", "build", "dist", "site", "examples", "tests", *PACKAGES[:3]]  # not walked through
+include_patterns = ["docs/**", "bench/results/**", "packaging/**", "examples/**", "*.md"]
+exclude_patterns = [".*", "runs", "build", "dist", "site", "tests", *PACKAGES[:3]]  # not walked through
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_design", "sphinx_copybutton"]
 smartquotes = False
 
@@ -184,8 +184,8 @@ def on_page(app: Any, page: str, template: str, context: dict[str, Any], doctree
 
 
 def on_read(app: Any, _: Any) -> None:
-    """Results are reached from the pages that quote them, and not from the navigation."""
-    if app.env.docname.startswith("bench/results/"):
+    """Results, and the pages beside docs, are reached from the pages that name them, and not from the navigation."""
+    if not app.env.docname.startswith("docs/"):
         app.env.metadata[app.env.docname]["orphan"] = ""
 
 

@@ -147,11 +147,12 @@ def check(page: Any, folder: Path, seed: int, count: int) -> list[str]:
 
     site.open("index.html")
     page.wait_for_url("**/docs/index.html", wait_until="load")
-    pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
+    pages = sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*.html")} - {"index.html"})
     names = anchors()
     for one in pages:
         site.open(one)
         site.wrong.extend(f"{one}: no anchor {name}" for name, at in names.items() if at == one and not site.has(name))
+    site.wrong.extend(f"{at}, the page of {name}, is not there" for name, at in names.items() if at not in pages)
     site.wrong.extend(f"{name} is not in the reference" for name in undocumented())
     print(f"opened {len(pages)} pages by {len(site.files)} files; looked for {len(names)} anchors")
     return site.wrong
