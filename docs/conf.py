@@ -29,7 +29,6 @@ TOP = ("class", "exception", "function", "data")
 NAV = {
     "": {
         "Install, and a first run": "install",
-        "Recipes for clusters": "packaging",
         "What it is, and is not": "scope",
         "What is stable": "stability",
     },
