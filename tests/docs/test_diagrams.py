@@ -48,4 +48,4 @@ def test_the_diagram_of_groups_has_the_numbers_of_the_engine() -> None:
 
 def test_a_page_shows_a_diagram() -> None:
     shown = {Path(link).stem for page in documents.PAGES for link in documents.links(page) if link.endswith(".svg")}
-    assert {"groups", "f-and-g"} <= shown
+    assert {"groups", "f-and-g", "communicators"} <= shown

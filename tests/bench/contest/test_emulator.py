@@ -11,6 +11,7 @@ from bench.emulator.layouts import NETWORKS, NODES, RANKS_PER_NODE, part_of
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.predicting import arguments
 from bench.prediction import group_cost
+from bench.prediction.layout import stage_chunks
 from bench.prediction.options import layout_of
 from tests.bench.contest.stand_ins import rows_of
 from trainers.settings import derived
@@ -64,7 +65,10 @@ def test_the_prediction_is_asked_for_the_layout_that_trains():
         given = predict.parser().parse_args(arguments("here.yaml", run))
         layout, config = layout_of(given), run.config()
         assert (layout.ranks, layout.tensor) == (run.ranks, config.tensor_model_parallel_size)
-        assert (layout.pipeline, layout.chunks(8)) == (config.pipeline_model_parallel_size, derived.chunks(config))
+        assert (layout.pipeline, stage_chunks(layout, 8)) == (
+            config.pipeline_model_parallel_size,
+            derived.chunks(config),
+        )
         assert layout.batch == derived.batch_size(config, layout.data) and layout.micro_batch == config.micro_batch_size
         assert layout.zero1 == config.use_distributed_optimizer and given.overlap_grad_reduce in (None, True)
         assert bool(given.overlap_grad_reduce) == bool(config.overlap_grad_reduce)
