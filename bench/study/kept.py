@@ -18,7 +18,7 @@ def split(measured: Sequence[Measurement], states: States | None) -> tuple[list[
     kept, others = [], []
     for mine in alike(measured, lambda row: row.call):
         best = min(mine, key=lambda row: (_other(row, states), not row.converged, row.interval_percent))
-        kept.append(best.but(state=None, disturbed=_other(best, states)))
+        kept.append(best.but(state=None, disturbed=_other(best, states) or None))
         others += [row for row in mine if row is not best]
     return kept, others
 

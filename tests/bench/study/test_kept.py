@@ -31,7 +31,7 @@ def test_rows_of_the_state_with_most_turns_count_and_others_are_marked():
     measured = [seen(64, 0), seen(64, 1, 0.2, converged=False), seen(64, 1, 0.1), seen(128, 0)]
     kept, others = split(measured, machine)
     assert [(one.bytes, one.state, one.state_seen, one.disturbed) for one in kept] == [
-        (64, None, 1, False), (128, None, 0, True)
+        (64, None, 1, None), (128, None, 0, True)
     ]  # fmt: skip
     assert kept[0].ci == measured[2].ci and others == measured[:2]
     again, left = split([*kept, *others, seen(128, 1, 0.3, converged=False)], machine)  # as at the next unit
