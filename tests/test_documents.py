@@ -637,6 +637,8 @@ def test_a_broken_link_anchor_or_reference_is_an_error(tmp_path):
     """Make docs must fail where a page names what does not exist. Its pages load nothing from elsewhere."""
     for name in ("docs", *PACKAGES):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for page in ROOT.glob("*.md"):
+        shutil.copy(page, tmp_path)
     recipe = re.search(r"^docs: .*\n(?:\t@.*\n)*\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     build = [str(BIN / recipe.split()[0]), *recipe.split()[1:]]
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
