@@ -125,6 +125,11 @@ def end_on_interrupt() -> None:
         handle_signal(signal.SIGINT, end)
 
 
+def leave_broken_pipe() -> None:
+    """Send the rest of standard output nowhere, so that the interpreter's last flush does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def say(text: str) -> None:
     """Print ``text`` to standard error, if it is still open. Never raises, so that `abort` is always reached."""
     with contextlib.suppress(Exception):

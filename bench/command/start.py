@@ -5,7 +5,6 @@ Importing this imports no torch, so that a command can answer ``--help`` before 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from argparse import ArgumentParser
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine.errors import UsageError, one_line
-from commengine.job_end import handle_signal
+from commengine.job_end import handle_signal, leave_broken_pipe
 from commengine.startup.tasks import task_number
 
 if TYPE_CHECKING:
@@ -76,11 +75,6 @@ def run_alone(main: Callable[[], int | None]) -> NoReturn:
         leave_broken_pipe()
         status = 1
     sys.exit(status)
-
-
-def leave_broken_pipe() -> None:
-    """Send the rest of standard output nowhere, so that the interpreter's last flush does not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answer_help(command: str, parser: Callable[[], ArgumentParser]) -> None:

@@ -126,7 +126,7 @@ class Sweep:
 
         def following(done: dict[str, Any]) -> tuple[Unit, float] | None:
             left, tries = self.budget.left - reserve, tries_of(done)
-            unit = kept.worst(measurements(done["rows"]), tries) if left > CELL_SECONDS[1] else None
+            unit = kept.worst(done["rows"], tries) if left > CELL_SECONDS[1] else None
             if unit is None:
                 return None
             seconds = min(CELL_SECONDS[1] * 2 ** min(tries.get(unit, 0), 10), left / (REAL * len(TRANSPORTS)))
@@ -137,10 +137,12 @@ class Sweep:
     def _run(self, following: Callable[[dict[str, Any]], tuple[Unit, float] | None]) -> None:
         """Measure units, and write the file after each.
 
-        following: called on rank 0 with the file's contents; it names the next unit, and the seconds of a transport.
+        following: called on rank 0 with the file's contents, whose rows are Measurements. It names the next unit, and
+        the seconds of a transport.
         """
         world = self.world
         done = on_rank_zero(world, lambda: older(self.path))
+        done |= {name: measurements(done[name]) for name in ROWS}
         if (unit := on_rank_zero(world, lambda: following(done))) is None:
             return
         place = place_of(world, world, "world", least=FEWEST)
@@ -156,9 +158,7 @@ class Sweep:
                 now = replace(place, stopping=replace(place.stopping, seconds=seconds))
                 rows, skipped = measure_call(now, call, transports, [True], seed=size)
                 new = [row.but(state_seen=row.state, asked_bytes=size) for row in rows]
-                before = measurements([*done["rows"], *done["other_rows"]])
-                best, others = kept.split([*before, *new], place.states)
-                done["rows"], done["other_rows"] = ([row.to_json() for row in some] for some in (best, others))
+                done["rows"], done["other_rows"] = kept.split([*done["rows"], *done["other_rows"], *new], place.states)
                 if [operation, size] in done["units"]:
                     tries = tries_of(done)
                     tries[operation, size] = tries.get((operation, size), 0) + 1
@@ -171,7 +171,7 @@ class Sweep:
                 done["states_seen"] = [] if place.states is None else place.states.to_json()
 
                 def write() -> None:
-                    replace_json(self.path, done)
+                    replace_json(self.path, done | {name: [row.to_json() for row in done[name]] for name in ROWS})
                     self.save()
 
                 on_rank_zero(world, write)
@@ -183,8 +183,10 @@ def tries_of(done: dict[str, Any]) -> dict[Unit, int]:
     return {(operation, size): count for operation, size, count in done["again"]}
 
 
+#: the measurements of a file: those that count, and the others
+ROWS = ("rows", "other_rows")
 #: what a file has of earlier calls
-KEPT = ("rows", "other_rows", "units", "again", "skipped", "states_seen")
+KEPT = (*ROWS, "units", "again", "skipped", "states_seen")
 
 
 def older(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from commengine.errors import one_line
+from commengine.job_end import leave_broken_pipe
 from commengine.startup.tasks import task_number
 
 from .table import COMMANDS, GROUPS, Listed, command_of, of_package
@@ -122,7 +123,7 @@ def _say(text: str) -> int:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # the reader went away, as head does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            leave_broken_pipe()
             return 1
     return 0
 

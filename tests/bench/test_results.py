@@ -15,11 +15,11 @@ import pytest
 from commengine.options import declared
 from tests.support.each import each
 from tests.support.mpirun import ROOT
+from tests.support.running import budget
 from trainers.tasks.commands import PRETRAIN_GPT
 
 RESULTS = ROOT / "bench" / "results"
 PAGES = sorted(RESULTS.glob("*.md"))
-WORDS = 25_000  # of all pages together; lint holds them, too
 HEADING = ("command", "date", "hardware", "versions")
 #: pages whose command is no single ``python -m``
 OTHER_COMMANDS = {"gpu-h200.md", "moe.md"}
@@ -150,5 +150,5 @@ def test_a_csv_has_named_columns_and_whole_rows(file):
 
 
 def test_the_pages_are_short():
-    words = sum(len(page.read_text().split()) for page in PAGES)
-    assert words <= WORDS, "the rows of a long table go into a CSV file beside the page"
+    words = budget.words_of("bench/results")
+    assert words <= budget.WORDS["bench/results"], "the rows of a long table go into a CSV file beside the page"
