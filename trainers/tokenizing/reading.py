@@ -202,12 +202,14 @@ def _names(settings: Settings) -> tuple[dict[str, Any], list[Any]]:
 def _add(backend: tokenizers.Tokenizer, names: Mapping[str, Any], extra: Sequence[Any], settings: Settings) -> None:
     """Add the tokens, those that the vocabulary lacks at its end; those that are there get these flags."""
     adding: list[Any] = [token for _, token in sorted(settings.added.items())]
-    found = {token.content for token in (*backend.get_added_tokens_decoder().values(), *adding)}
+    there = [*backend.get_added_tokens_decoder().values(), *adding]
+    found = {token.content for token in there}
     for token in [*names.values(), *extra]:
         # One that is there with flags and without is added twice, so that the flags of the last one hold.
         if str(token) not in found and token not in adding:
             adding.append(token)
-    special = {str(token) for token in names.values()}
+    # The backend keeps a token special that is added again without this flag. So its file must say it, too.
+    special = {str(token) for token in names.values()} | {token.content for token in there if token.special}
     made = []
     for token in adding:
         one: AddedToken = AddedToken(token, special=True) if isinstance(token, str) else token

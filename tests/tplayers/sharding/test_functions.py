@@ -311,7 +311,10 @@ REFUSED = {
     "in place, of a parameter": (lambda m, x: x + m.channel.mul_(2).sum(), "method mul_.*in place"),
     "autograd Function": (lambda m, x: Straight.apply(x), "autograd Function Straight"),
     "recomputation": (lambda m, x: checkpoint(m.conv, x, use_reentrant=False), "torch.utils.checkpoint"),
-    "recomputation as a Function": (lambda m, x: checkpoint(m.conv, x, use_reentrant=True), "CheckpointFunction"),
+    "recomputation as a Function": (
+        lambda m, x: checkpoint(m.conv, x, use_reentrant=True),
+        "CheckpointFunction|torch.utils.checkpoint",
+    ),  # as torch up to 2.13, or from 2.14 on, has it
     "mode": (by_mode, "other things in training"),
     "kept": (kept_as_attribute, "Of '': its forward keeps a tensor"),
     "kept in a list": (kept_in_a_list, "keeps a tensor"),

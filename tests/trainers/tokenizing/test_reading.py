@@ -61,6 +61,13 @@ def test_drawn_folders_are_read_as_transformers_reads_them(tmp_path, monkeypatch
     assert sum(result == "equal" for result, _ in found) >= DRAWN // 2
 
 
+@pytest.mark.parametrize("number", [3, 290])  # a file read as it is, and a class that builds its own
+def test_a_special_token_added_again_without_its_flag_is_written_as_it_is_read(number, tmp_path):
+    pytest.importorskip("transformers", minversion="5")
+    draw_folder(61373, number, tmp_path / "one")
+    assert compare(tmp_path / "one")[0] == "equal"
+
+
 def test_marks_of_a_chat_and_the_beginning_of_a_text_are_tokens(write):
     folder = write(tokenizer__json=words(CHAT, "<s>"), tokenizer_config__json={"eos_token": "<|im_end|>"})
     found = Tokenizer.from_file(folder / "tokenizer.json")
