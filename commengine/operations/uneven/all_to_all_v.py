@@ -176,15 +176,21 @@ class AllToAllVCall:
     ) -> Work:  # fmt: skip
         """Send ``input_rows[j]`` rows of ``input`` to rank j; get ``output_rows[j]`` rows from rank j in ``output``.
 
-        output: [sum of output_rows, ...]; input: [sum of input_rows, ...]; rows of one shape and dtype. The rows for
-        and from the ranks lie in rank order. ``output_rows[j]`` of rank i must be ``input_rows[i]`` of rank j. Inside a
-        node the ranks compare them: one whose numbers do not fit raises CollectiveMismatch, and all do where an input
-        lies in a window. With ``checked=True`` all ranks raise CollectiveError. A rank that does not know its
-        ``output_rows`` calls `exchange_rows`, or `exchange_counts` first.
+        output: [sum of output_rows, ...]; input: [sum of input_rows, ...]; rows of one shape and one dtype of
+        `commengine.dtypes`. The rows for and from the ranks lie in rank order. ``output_rows[j]`` of rank i must be
+        ``input_rows[i]`` of rank j. Inside a node the ranks compare them: one whose numbers do not fit raises
+        CollectiveMismatch, and all do where the inputs lie in windows. With ``checked=True`` all ranks raise
+        CollectiveError. A rank that does not know its ``output_rows`` calls `exchange_rows`, or first
+        `exchange_counts`.
 
-        Inside a node the rows go through shared memory: each rank copies those from windows (`empty`) from where they
-        lie, and private tensors take one copy more. If a group with windows spans nodes, a rank sends one message to
-        each other node.
+        Raises CollectiveError if the numbers of rows are not one of at least 0 for each rank or do not add up to the
+        rows of their tensor, if the rows of the tensors differ in shape, and if the tensors are 0-d or share memory.
+
+        If the group lies on one node, each rank copies its rows from windows (`empty`) where they lie. The rows of a
+        private input go through a slot if those for the other ranks have up to 16,384 bytes: that takes one copy more.
+        Otherwise each rank reads its rows in the memory of the other process, in one copy; where that is forbidden, or
+        the table of switch points has no slots, all rows go by MPI. If a group with windows spans nodes, a rank sends
+        one message to each other node.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.rows("all_to_all_v", output, input, output_rows, input_rows):
@@ -197,9 +203,10 @@ class AllToAllVCall:
     def exchange_rows(self: Caller, output: TensorLike, input: TensorLike, input_rows: Sequence[int]) -> list[int]:
         """Do an `all_to_all_v` of ranks that do not know how many rows they get. Returns how many come from each rank.
 
-        output: [n, ...], where n is at least the number of rows that come; those after them stay as they are. The
-        counts are exchanged first, then the rows. Raises CollectiveError on a rank if its output is too small, and on
-        all ranks of a node where an input lies in a window.
+        output: [n, ...], where n is at least the number of rows that come; those after them stay as they are. input,
+        input_rows: as in `all_to_all_v`, with its dtypes and its errors. The counts are exchanged first, then the rows.
+        It has no form for streams, and is no call of a `coalesce` block. Raises CollectiveError on a rank if its output
+        is too small, and on all ranks of a node where the inputs lie in windows.
         """
         received, known = Counts(), self._calls.known
         if known is not None and known.rows("all_to_all_v", output, input, received, input_rows):
@@ -222,7 +229,8 @@ class AllToAllVCall:
         """Tell each rank a number: ``counts[r]`` to rank r. Returns the number that each rank tells this one.
 
         Before an `all_to_all_v` it tells how many rows come, so that each rank can make an output of as many. It is an
-        `all_to_all` of one int64 a rank on the host, and blocks.
+        `all_to_all` of one int64 a rank on the host, and blocks. Raises CollectiveError if ``counts`` are not one
+        integer of 64 bits for each rank, and inside a `coalesce` block.
         """
         self._calls.refuse_block("exchange_counts")
         try:
