@@ -59,21 +59,28 @@ class Communicator(OperationCalls, OwnsCommunicators):
     name: the group's name in errors and traces.
     timeout: seconds after which a collective that is not done ends the job, with a report that names the missing ranks.
         The constructor, `split` and `close` are such collectives, from their first moment to their last. It also holds
-        for communicators that are split from this one, until this one is closed. For MPI below
-        THREAD_MULTIPLE see `commengine.timeout.watcher`.
+        for communicators that are split from this one, until this one is closed. With an MPI below THREAD_MULTIPLE the
+        call raises `CollectiveTimeout` (`commengine.timeout.watcher`).
     transport: how device tensors travel. "nccl"; "staged": by MPI, through pinned host memory.
     switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
         rank; None: the table that was measured on a processor of the same maker as rank 0's.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. The ranks compare the
     arguments: if they differ, every rank raises `CollectiveMismatch`, and if one rank's are wrong, every rank raises
-    `CollectiveError`. Only the numbers of devices may differ.
+    `CollectiveError`. Only the numbers of devices may differ. A rank raises CollectiveError alone if MPI does not run
+    there, ``mpi_comm`` is no intracommunicator, or it is a forked child.
 
-    All operations are collective over the group, except `send`, `recv` and `sendrecv`. Tensors are contiguous; 0-d
-    tensors, empty tensors and groups of one rank work. An operation with ``stream=`` is enqueued there and returns at
-    once; its tensors may be touched again after ``work.wait()``. An operation without a stream is done on return, and
-    its Work is done, too. A collective writes its output in place, and autograd does not see it: `tplayers` has the
-    differentiable forms.
+    Every rank of the group calls each operation; `send`, `recv` and `sendrecv` are calls of the ranks that they name.
+    The calls of one stream have the same order on all ranks, and so have those without a stream. An operation with
+    ``stream=`` is enqueued there and returns at once; its tensors may be touched again after ``work.wait()``. An
+    operation without a stream is done on return, and its Work is done, too. A collective writes its output in place,
+    and autograd does not see it: `tplayers` has the differentiable forms.
+
+    A tensor is a torch tensor, or an array with DLPack (NumPy, CuPy), of which the memory is used. It is dense and
+    contiguous, lies on the host or on the group's device, and has a dtype of the table in `commengine.dtypes`, which
+    says how each is reduced. 0-d tensors, empty tensors and groups of one rank work. Unless an operation says
+    otherwise, the tensors of a call have one dtype, lie on one device and share no memory, and all ranks give the same
+    shapes, dtype, reduction and root.
 
     On a device, NCCL's collectives are work of the device, and the host does not wait for them, except that the first
     one of a group or stream blocks until its ranks have connected. Without ``stream=`` they run on torch's current
@@ -81,7 +88,10 @@ class Communicator(OperationCalls, OwnsCommunicators):
     They cannot be captured into a CUDA graph. With the other transports a collective on a device tensor blocks the
     host, as one on a host tensor does.
 
-    Raises `CollectiveError`, before anything is sent, if the arguments show that an operation cannot be done.
+    Each operation raises `CollectiveError` on the rank whose arguments show that it cannot be done. Nothing was sent
+    then, and the group goes on; a rank whose own call is right waits. It raises CollectiveError also if the group
+    is closed or has stopped, if another thread is inside a call, and if MPI or NCCL fails. `CollectiveMismatch` says
+    which differences between the ranks are found. On a host stream ``work.wait()`` raises what fails after the call.
     """
 
     _backend: Backend | None
@@ -254,15 +264,18 @@ class Communicator(OperationCalls, OwnsCommunicators):
     def extremes(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the smallest and the largest of the ranks' numbers, at each place. Collective: 16 bytes a number.
 
-        numbers: integers below 2^63 in size, as many on every rank. So the ranks see whether they have the same, and no
-        rank gets what every other one has.
+        numbers: integers below 2^63 in size, as many on every rank; a larger one raises CollectiveError and stops the
+        group. So the ranks see whether they have the same, and no rank gets what every other one has.
         """
         self._live_mpi()
         with self._calls.watching("extremes", "life"):
             return extremes(self._comparing, numbers)
 
     def each_number(self, number: int) -> list[int]:
-        """Return the numbers of all ranks, in their order. Collective: 8 bytes a rank."""
+        """Return the numbers of all ranks, in their order. Collective: 8 bytes a rank.
+
+        number: an integer of 64 bits; a larger one raises CollectiveError and stops the group.
+        """
         self._live_mpi()
         with self._calls.watching("each_number", "life"):
             return each_number(self._comparing, number, self.size)
@@ -281,6 +294,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
         when it is enqueued, and its Work finishes it (`commengine.calls.message_stream`). Messages of the stream
         between two ranks match in the order in which they are enqueued; they may be waited for in any order. The
         timeout counts from the moment when somebody waits. CUDA streams, which have no thread, ignore it.
+
+        Raises CollectiveError on every rank if one asks for a device that the group has not, or MPI has no communicator
+        left, and CollectiveMismatch if the arguments differ.
         """
         mpi = load_mpi()
         index, problem = self._made_streams + 1, None
@@ -347,7 +363,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
 
         The tensors may be touched when the block has ended, or, with ``stream=``, when the stream has reached the
         block's end; the Work of each call is done when the whole block is. If the block raises an exception, nothing is
-        sent.
+        sent. A block inside a block raises CollectiveError, and so do a call with ``stream=`` of its own,
+        `exchange_rows` and `exchange_counts`.
         """
         return self._calls.coalesce(stream)
 
@@ -445,7 +462,10 @@ class Communicator(OperationCalls, OwnsCommunicators):
             self._backend.runtime.cuda.set_device(self.device)
 
     def world_ranks(self) -> list[int]:
-        """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective."""
+        """Return the ranks of the group in MPI.COMM_WORLD, in the group's order. Not collective.
+
+        Raises CollectiveError if the group is closed or has stopped.
+        """
         return ranks_in(self._live_mpi(), load_mpi().COMM_WORLD)
 
     @property
