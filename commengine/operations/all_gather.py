@@ -68,7 +68,9 @@ class AllGatherCall:
     def all_gather(self: Caller, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
         """Concatenate every rank's ``input`` [d0, ...] in rank order into ``output`` [size * d0, ...].
 
-        It works in place if ``input`` is this rank's rows of ``output``.
+        It works in place if ``input`` is this rank's rows of ``output``. A 0-d input is a row of one number. It takes
+        every dtype of `commengine.dtypes`. Raises CollectiveError if the shapes do not fit, or the tensors share memory
+        in another way.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.pair("all_gather", output, input, None):

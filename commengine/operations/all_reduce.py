@@ -125,7 +125,10 @@ class AllReduceCall:
         """Reduce ``tensor`` over the group, in place, on every rank. op: "sum", "prod", "min", "max" or "avg".
 
         "max" and "min" of float32 and float64 may lose the NaN of a rank, because MPI leaves open what wins. A sum
-        keeps it.
+        keeps it. A sum of bool is *or*, a product *and*.
+
+        Raises CollectiveError if ``op`` cannot reduce the dtype (`commengine.dtypes`): "avg" of integers and bool,
+        "min" and "max" of complex numbers, and with NCCL every reduction of int16 and "prod" of complex numbers.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.single("all_reduce", tensor, op):

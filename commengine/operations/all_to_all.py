@@ -45,7 +45,11 @@ class AllToAllCall:
     def all_to_all(self: Caller, output: TensorLike, input: TensorLike, *, stream: Stream | None = None) -> Work:
         """Send block j of ``input`` to rank j, and receive rank j's block in block j of ``output``.
 
-        output, input: both [size * d0, ...]; block j is the rows j * d0 ... of a tensor.
+        output, input: both [size * d0, ...]; block j is the rows j * d0 ... of a tensor. It takes every dtype of
+            `commengine.dtypes`.
+
+        Raises CollectiveError if the shapes differ, are 0-d, or have a dim 0 that the group's size does not divide, and
+        if the tensors share memory.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.pair("all_to_all", output, input, None):

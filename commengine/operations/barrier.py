@@ -33,5 +33,9 @@ class BarrierCall:
     """`barrier`, as programs call it."""
 
     def barrier(self: Caller, *, stream: Stream | None = None) -> Work:
-        """Wait until every rank is here. On a stream, work enqueued later starts when all ranks have reached it."""
+        """Wait until every rank is here. On a stream, work enqueued later starts when all ranks have reached it.
+
+        Every rank calls it. It has no tensor: without a stream it is a barrier of the hosts, and waits for nothing that
+        a device does. It raises the errors that all operations raise (`Communicator`).
+        """
         return self._calls.run(BARRIER, (), stream)

@@ -66,7 +66,10 @@ class BroadcastCall:
     """`broadcast`, as programs call it."""
 
     def broadcast(self: Caller, tensor: TensorLike, root: int = 0, *, stream: Stream | None = None) -> Work:
-        """Copy the tensor of rank ``root`` into every rank's ``tensor``, of the same shape and dtype."""
+        """Copy the tensor of rank ``root`` into every rank's ``tensor``, of the same shape and dtype.
+
+        It takes every dtype of `commengine.dtypes`. Raises CollectiveError if ``root`` is not a rank of the group.
+        """
         known = self._calls.known if stream is None else None
         if known is not None and type(root) is int and known.single("broadcast", tensor, root):
             return DONE

@@ -51,6 +51,10 @@ class GatherCall:
         """Concatenate every rank's ``input`` [d0, ...] into ``output`` [size * d0, ...] of rank ``root``.
 
         output: ignored on the other ranks, and usually None there.
+        input: of one shape and any one dtype of `commengine.dtypes` on all ranks; a 0-d one is a row of one number.
+
+        Every rank calls it. Raises CollectiveError if ``root`` is not a rank of the group, and on the root if
+        ``output`` is None, has another shape, dtype or device, or shares memory with ``input``.
         """
         root = check_rank(self, "gather", "root", root)
         input = checked_tensor(self, "gather", input, "input")

@@ -185,14 +185,20 @@ class MessageCalls:
         """Send ``tensor`` to rank ``dst``, which must `recv` a tensor of as many elements and the same dtype.
 
         It may block until then; `sendrecv` and `coalesce` exchange messages without a deadlock. A message is matched
-        within one stream: both ranks give their stream of the same number, or no stream.
+        within one stream: both ranks give their stream of the same number, or no stream. It takes every dtype of
+        `commengine.dtypes`. Only the two ranks call. Raises CollectiveError if ``dst`` is not a rank of the group.
         """
         tensor = checked_tensor(self, "send", tensor)
         dst = check_rank(self, "send", "dst", dst)
         return self._calls.run(SEND, (tensor, dst), stream)
 
     def recv(self: Caller, tensor: TensorLike, src: int, *, stream: Stream | None = None) -> Work:
-        """Fill ``tensor`` with the message from rank ``src``. A message of another length raises CollectiveError."""
+        """Fill ``tensor`` with the message from rank ``src``, which must `send` as many elements of the same dtype.
+
+        It takes every dtype of `commengine.dtypes`. Only the two ranks call. Raises CollectiveError if ``src`` is not a
+        rank of the group, and where MPI carries the message, if it has another length. With NCCL nobody compares the
+        lengths.
+        """
         tensor = checked_tensor(self, "recv", tensor)
         src = check_rank(self, "recv", "src", src)
         return self._calls.run(RECV, (tensor, src), stream)
@@ -201,7 +207,13 @@ class MessageCalls:
         self: Caller, sendtensor: TensorLike, dst: int, recvtensor: TensorLike, src: int, *,
         stream: Stream | None = None,
     ) -> Work:  # fmt: skip
-        """Send to ``dst`` while receiving from ``src``. Exchanges in any pattern do not deadlock."""
+        """Send to ``dst`` while receiving from ``src``. Exchanges in any pattern do not deadlock.
+
+        sendtensor, recvtensor: as the tensors of `send` and `recv`; their shapes and dtypes may differ.
+
+        The ranks of the exchange call it; a `send` or `recv` may be its other side. Raises the errors of `send` and
+        `recv`, and CollectiveError if the two tensors share memory or lie on two devices.
+        """
         sent = checked_tensor(self, "sendrecv", sendtensor, "sendtensor")
         received = checked_tensor(self, "sendrecv", recvtensor, "recvtensor")
         check_disjoint(self, "sendrecv", sent, received)

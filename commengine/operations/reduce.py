@@ -59,7 +59,8 @@ class ReduceCall:
     ) -> Work:
         """Reduce ``tensor`` over the group into the tensor of rank ``root``; the other ranks' tensors do not change.
 
-        "max" and "min" treat NaN as in `all_reduce`.
+        op: as in `all_reduce`, with its dtypes, its errors and its NaN. Raises CollectiveError if ``root`` is not a
+        rank of the group.
         """
         tensor = checked_tensor(self, "reduce", tensor)
         check_reduction(self, "reduce", tensor, op)

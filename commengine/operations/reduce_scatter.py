@@ -102,8 +102,10 @@ class ReduceScatterCall:
         """Reduce ``input`` [size * d0, ...] over the group.
 
         Rank r gets rows r*d0 to (r+1)*d0 - 1 in ``output`` [d0, ...]. It works in place if ``output`` is this rank's
-        rows of ``input``; on the host, the other rows then stay as they are. "max" and "min" treat NaN as in
-        `all_reduce`.
+        rows of ``input``; on the host, the other rows then stay as they are. A 0-d output is a row of one number.
+
+        op: as in `all_reduce`, with its dtypes, its errors and its NaN. Raises CollectiveError if the shapes do not
+        fit, or the tensors share memory in another way.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.pair("reduce_scatter", output, input, op):

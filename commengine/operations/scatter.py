@@ -27,6 +27,10 @@ class ScatterCall:
         """Give rank r the rows r * d0 ... of rank ``root``'s ``input`` [size * d0, ...] in ``output`` [d0, ...].
 
         input: ignored on the other ranks, and usually None there.
+        output: of one shape and any one dtype of `commengine.dtypes` on all ranks; a 0-d one is a row of one number.
+
+        Every rank calls it. Raises CollectiveError if ``root`` is not a rank of the group, and on the root if
+        ``input`` is None, has another shape, dtype or device, or shares memory with ``output``.
         """
         root = check_rank(self, "scatter", "root", root)
         output = checked_tensor(self, "scatter", output, "output")

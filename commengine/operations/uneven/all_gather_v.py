@@ -97,8 +97,12 @@ class AllGatherVCall:
         """Get the ``input`` of every rank in ``output``, in rank order.
 
         rows: how many rows each rank gives, the same on every rank. output: [sum of rows, ...]; input: [rows of this
-        rank, ...]; rows of one shape and dtype. If the inputs of all ranks of a node lie in windows (`empty`), each
-        rank copies them from there.
+        rank, ...]; rows of one shape and one dtype of `commengine.dtypes`. If the inputs of all ranks of a node lie in
+        windows (`empty`), each rank copies them from there.
+
+        Raises CollectiveError if ``rows`` are not a number of at least 0 for each rank or do not fit the tensors, and
+        if these are 0-d, have rows of different shapes, or share memory. If the ranks differ in ``rows``, all of them
+        raise CollectiveMismatch with ``checked=True``, or if the group has windows and lies on one node.
         """
         output, input = checked_uneven(self, "all_gather_v", output, input)
         counts = checked_rows(self, "all_gather_v", "rows", rows, output)
