@@ -155,7 +155,11 @@ class Placement:
         return tuple(sizes)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the global tensor ``whole``, in the parameter's shape."""
+        """This rank's part of the global tensor ``whole``, in the parameter's shape.
+
+        whole: of `shape`, of any dtype and on any device, which the result has, too; the two may share memory. It
+        communicates nothing. Raises ValueError if ``whole`` has another shape.
+        """
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"expected a global tensor of shape {self.shape}, got {tuple(whole.shape)}")
         if self.dim is None:

@@ -57,7 +57,11 @@ class BridgeField:
         return [len(at), math.prod(self.leading), self.dtype.itemsize, *itertools.chain(*padded)]
 
     def problem(self, x: Any, rank: int) -> str | None:
-        """Why ``x`` is not this rank's block of the field; None if it is."""
+        """Why ``x`` is not this rank's block of the field, in words; None if it is. Not collective; raises nothing.
+
+        x: what a program gives; the block is a tensor of `local_shape` and of the field's dtype, on any device. rank:
+        this rank among those of its program.
+        """
         shape = self.local_shape(rank)
         if not isinstance(x, Tensor) or x.dtype != self.dtype or tuple(x.shape) != shape:
             given = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -156,11 +156,14 @@ def loss_collectives(
     together: bool = False,
     predictions: int | None = None,
 ) -> list[Collective]:
-    """Return the collectives of the loss of vocabulary-parallel logits [M, section 3].
+    """Return the collectives of the loss of vocabulary-parallel logits, of one micro-batch [M, section 3].
 
-    The tensor group reduces b s fp32 numbers three times: the maximum, the target logit and the sum of exponentials of
-    each token. together: the last two are one collective of twice the size. predictions: the positions of a sequence
-    that have logits, instead of s (`tensor_parallel_collectives`).
+    The tensor group reduces b s fp32 numbers three times in the forward: the maximum, the target logit and the sum of
+    exponentials of each token. The backward has none, and neither has a group of one rank.
+
+    shape: of the model, which gives s. batch: b, the sequences of the micro-batch. tensor: the size of the tensor
+    group. together: the last two are one collective of twice the size. predictions: the positions of a sequence that
+    have logits, instead of s (`tensor_parallel_collectives`). Sizes are in bytes. It raises nothing of its own.
     """
     if tensor == 1:
         return []

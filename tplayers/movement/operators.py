@@ -78,7 +78,11 @@ def broadcast(x: Tensor | None, comm: Communicator, root: int = 0) -> Tensor:
 def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     """Give rank ``root`` the sum of all ranks' tensors; the other ranks get an empty tensor [0].
 
-    x: the same shape on every rank. The gradient of each rank's ``x`` is that of the sum.
+    x: of one shape, dtype and kind of device (host or CUDA) on every rank. root: the same on every rank. The gradient
+    of each rank's ``x`` is that of the sum. Every rank calls it, and runs its backward.
+
+    Raises ValueError on every rank if the tensors are not alike or have no dtype of the module's, and on a rank whose
+    ``root`` is not in the group.
     """
     check_root("sum_reduce", comm, root)
     given = compare("sum_reduce", x, comm)

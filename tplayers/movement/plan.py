@@ -97,6 +97,9 @@ def halo_plan(source: Decomposition, rank: int, ranges: Ranges, padding: Sequenc
 def repartition_plan(source: Decomposition, target: Decomposition, rank: int) -> TransferPlan:
     """Plan that the blocks of ``source`` become those of ``target``: another grid of the same ranks, or other blocks.
 
+    source, target: the blocks before and after; ranks stand at the places of both grids in row-major order.
+    rank: this rank. Each rank makes the plan of its own number; nothing is sent, and the plan holds for every dtype.
+
     Raises ValueError if the two differ in their global shape or in the number of ranks.
     """
     if source.shape != target.shape or math.prod(source.grid_shape) != math.prod(target.grid_shape):

@@ -173,7 +173,12 @@ class Optimizer:
         self.updates += 1
 
     def wait_for_parameters(self) -> None:
-        """Wait until all ranks have the parameters of the last step. Call it before a forward pass or a checkpoint."""
+        """Wait for the parameters of the last step, which the replicas gather if the gradients are sharded.
+
+        Each rank calls it before it reads the parameters: before a forward pass or a checkpoint. It is not collective,
+        and returns at once if nothing is on its way. On a CUDA stream torch's current stream waits, and not the host.
+        Raises the error of a gather that failed, as `Work.wait` does.
+        """
         for work in self._gathers:
             work.wait()
         self._gathers.clear()
