@@ -70,11 +70,18 @@ class StoppedError(TransferError):
 
 
 class LaunchError(RuntimeError):
-    """The launcher and MPI disagree about the number of processes."""
+    """A job cannot begin as it was started.
+
+    mpi4py finds no MPI, the launcher started another number of processes than MPI has ranks, or `launch.split_world`
+    does not find the parts that the program needs.
+    """
 
 
 class UsageError(Exception):
-    """Bad input that every rank knows about: rank 0 prints the message, and all ranks exit with code 2."""
+    """Bad input that every rank knows about. Every rank must raise it.
+
+    In `launch.run` rank 0 then prints the message, and all ranks exit with code 2.
+    """
 
 
 @contextmanager

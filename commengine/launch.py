@@ -87,7 +87,8 @@ def _leave(world: Communicator, farewell: Any, code: int, problem: str | None) -
 def abort_on_error() -> Iterator[None]:
     """End every rank of MPI.COMM_WORLD when the block raises an exception on this rank.
 
-    Prints the traceback once, labelled with the rank. ``sys.exit(0)`` and ``sys.exit(None)`` pass through.
+    Prints the traceback once, labelled with the rank. The exit code is 1, that of a ``sys.exit``, or 130 after Ctrl-C.
+    ``sys.exit(0)`` and ``sys.exit(None)`` pass through. Not collective.
     ``@abort_on_error()`` before a function does it for each call. A callback of ctypes or cffi needs that: its
     exception does not reach a block around the program that calls it. In a child that a rank forked it does nothing.
     """

@@ -100,7 +100,12 @@ class Event:
 
 
 class Work(Event):
-    """One enqueued collective. It keeps the tensors in flight alive until `wait` returns."""
+    """One enqueued operation. It keeps the tensors in flight alive until `wait` returns.
+
+    Each operation of a `Communicator` returns one. It is done already if the operation had no stream and is in no
+    `coalesce` block. `done` and `wait` are not collective. On a host stream `wait` raises the failure of the operation,
+    or that of an earlier one at which the stream stopped.
+    """
 
 
 class GroupedWork(Work):
@@ -151,6 +156,9 @@ class Stream:
     release: frees the MPI communicator. Collective. owner: closes the stream for `close`, and is told when it is.
     threaded: run the collectives on a worker thread. Without it (when MPI offers less than THREAD_MULTIPLE) each
         collective runs when it is enqueued: the same order and the same results, but no overlap.
+
+    `record`, `wait_event` and `synchronize` are not collective; `close` is. An operation on a closed stream raises
+    CollectiveError.
     """
 
     def __init__(

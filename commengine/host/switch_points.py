@@ -77,7 +77,10 @@ def kind_of(operation: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class SwitchPoints:
-    """A table of switch points. Every rank needs the same table."""
+    """A table of switch points. Every rank needs the same table. Nothing here is collective.
+
+    rows: the sizes, in bytes, of each operation, kind of dtype and number of ranks.
+    """
 
     rows: Mapping[Key, Point]
 
@@ -111,7 +114,7 @@ class SwitchPoints:
         return zlib.crc32(json.dumps(sorted((*key, *map(float, point)) for key, point in self.rows.items())).encode())
 
     def save(self, path: Path) -> None:
-        """Write a JSON file that `load` reads."""
+        """Write a JSON file that `load` reads. Raises OSError if it cannot be written."""
         rows = [
             key._asdict() | {way: nbytes for way, nbytes in point._asdict().items() if nbytes != NEVER}
             for key, point in self.rows.items()
