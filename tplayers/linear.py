@@ -69,17 +69,19 @@ class SplitLayer(nn.Module):
 class ColumnParallelLinear(SplitLayer):
     """Y = X A^T + b with A split by output features: A = [A_1; ...; A_p], rank i computes Y_i = X A_i^T + b_i.
 
-    in_features, out_features: of the whole layer. ``comm.size`` must divide out_features (else ValueError).
+    in_features, out_features: of the whole layer.
     comm: the tensor group.
     blocks: the output features are this many equal blocks, and each block is split over the ranks (3 for a fused QKV).
+        ``comm.size`` must divide the features of a block, padding included (else ValueError).
     padding: of each block; its zeros are in the parts, not in the global tensors.
     init: initial values of the weight; the bias starts at 0. Call `tplayers.initialize` on the root module.
+    dtype: of the parameters, which x has, too, outside of autocast; None for torch's default.
     sequence_parallel: x is this rank's sequence shard along dim 0 (Korthikanti et al. 2022, section 4.2.2).
     overlap_stream: a stream of ``comm`` on which the backward communicates while it computes
         (`column_parallel_linear`).
 
-    forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size].
-    One all-reduce of x's gradient backward (f).
+    forward: x [..., in_features], equal on all ranks -> [..., out_features / comm.size]. Every rank calls it, and runs
+    its backward. One all-reduce of x's gradient backward (f).
     With sequence_parallel: x [s / comm.size, ..., in_features] -> [s, ..., out_features / comm.size]. One all-gather of
     x forward; backward one more all-gather of x, and one reduce-scatter of its gradient.
     """

@@ -50,7 +50,9 @@ def reduce_from_tensor_parallel_region(x: Tensor, comm: Communicator) -> Tensor:
 
     It stands where the partial sums of a row-parallel region become one replicated activation.
 
-    x: any shape, the same on all ranks of ``comm``. Every rank must call it. The input is not changed.
+    x: any shape and dtype, the same on all ranks of ``comm``. Every rank must call it. The input is not changed; a
+    group of one rank returns it. Raises the errors of `Communicator.all_reduce`. In a checked group every rank raises
+    CollectiveMismatch if dtype, shape or ``requires_grad`` differ.
     """
     return _apply(_REDUCE, x, comm, 0)
 

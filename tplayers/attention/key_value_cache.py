@@ -30,7 +30,8 @@ class KeyValueCache:
     A row's token at position i lies in slot i, so the rows may have different lengths. The host knows the lengths, and
     nothing waits for the device.
 
-    layers, heads, head_size: of the model; ``heads`` of this rank. capacity: the most tokens of a row.
+    layers, heads, head_size: of the model; ``heads`` are those of keys and values on this rank. capacity: the most
+    tokens of a row. dtype, device: of the model's parameters.
     It has 2 * layers * batch * heads * capacity * head_size elements of ``dtype`` (`nbytes`).
 
     A forward pass of s new tokens in each row calls `begin` once and each layer's `LayerCache.extend`. Then `advance`

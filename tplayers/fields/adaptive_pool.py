@@ -65,9 +65,11 @@ class FieldAdaptiveAvgPool(_FieldAdaptivePool):
     """torch.nn.AdaptiveAvgPool1d, 2d or 3d of a field that is split over ``grid``.
 
     output_size: the points of the result, one number or one for each axis; None keeps an axis as it is. Each axis needs
-    at least one output a rank: `FieldGlobalPool` pools to one point. grid, input, output, errors: as of `FieldConv`.
+    at least one output a rank, else ValueError: `FieldGlobalPool` pools to one point. grid, input, output, errors: as
+    of `FieldConv`.
 
-    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``]. Collective.
+    forward: x [batch, channels, *local block] -> [batch, channels, *local block of ``output``], of any floating-point
+    dtype; halves are added up in float32. Collective over the grid; every rank must run the backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:

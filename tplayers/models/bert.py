@@ -42,6 +42,9 @@ class BERTConfig(TransformerConfig):
     gelu: of the layers, as in `MLP`. head_gelu: of the head of masked tokens; None for that of the layers. By default
         Megatron-LM has "tanh" in the layers and "erf" in the head.
     binary_head: whether the model has the pooler and the sentence-order head.
+
+    Raises ValueError for another ``norm_placement`` or ``recompute``, and if a field of which only a GPT has a choice,
+    such as ``swiglu``, has not its default.
     """
 
     causal = False
@@ -111,8 +114,8 @@ class BERT(BERTEncoder):
 
     forward without labels -> (this rank's logits of masked tokens [b, s, padded vocabulary / comm.size], the logits of
     sentence order [b, 2], equal on all ranks, or None without ``binary_head``);
-    forward with labels -> (per-token losses float32 [b, s], per-sample losses float32 [b] or None), in nats, equal on
-    all ranks, 0 where a label is -100.
+    forward with labels -> (per-token losses [b, s], per-sample losses [b] or None), in nats, float32 (float64 of a
+    float64 model), equal on all ranks, 0 where a label is -100.
 
     tokens: int64 [b, s], equal on all ranks of ``comm`` as all arguments are, s at most ``max_position_embeddings``.
     token_types: int64 [b, s], 0 to num_tokentypes - 1; None for type 0 everywhere.
@@ -131,6 +134,7 @@ class BERT(BERTEncoder):
     context: the ranks that share each sequence (`Transformer`). Without ``positions`` the results of masked tokens are
     those of this rank's positions. With them all K are there, and losses of other ranks' positions are 0. Losses of
     sentence order are 0 on all ranks but the first of the group.
+    config, expert_group, dtype: as in `Transformer`, with its errors.
 
     Raises ValueError for a shape that does not fit and, on the host if not compiled, for a number outside its range.
 

@@ -23,7 +23,8 @@ class GPT(Transformer):
     """A decoder over ``comm``, the tensor group. Call `tplayers.initialize(model, seed)`, or load a checkpoint.
 
     forward(tokens) -> this rank's logits [b, s, padded vocabulary / comm.size];
-    forward(tokens, labels) -> per-token losses float32 [b, s], equal on all ranks, 0 where a label is -100.
+    forward(tokens, labels) -> per-token losses [b, s] in nats, float32 (float64 of a float64 model), equal on all
+    ranks, 0 where a label is -100.
 
     tokens, labels: int64 [b, s], equal on all ranks of ``comm``, s at most ``max_position_embeddings``.
     randomness: needed in a training pass with dropout. Every rank must run forward and backward.
@@ -35,8 +36,11 @@ class GPT(Transformer):
     context: the ranks that share each sequence (`Transformer`). ``labels`` are of whole sequences, and the results are
     of this rank's positions.
 
+    config, expert_group, dtype: as in `Transformer`, with its errors.
+
     Layers are pre-LN, and GELU is the tanh form. The output layer is tied to the embedding, unless the configuration
-    says otherwise.
+    says otherwise. Raises ValueError for a shape that does not fit and, on the host if not compiled, for a number
+    outside its range.
 
     With sequence_parallel, ``comm.size`` must divide s (else ValueError), and after a backward the gradients of some
     parameters are partial: call `sum_partial_gradients(model, comm)`.

@@ -23,9 +23,9 @@ class StageInput(NamedTuple):
 class ModelPart:
     """The layers of a rank: a pipeline stage (Narayanan et al. 2021, section 2.2).
 
-    layers: those of the whole model. chunks: the numbers of this rank's, one range for each stretch of neighbouring
-    layers. The embedding belongs to layer 0. The final norm, the output layer and the heads belong to the last layer,
-    which has a copy of a tied embedding.
+    layers: those of the whole model. chunks: the numbers of this rank's from 0, one range for each stretch of
+    neighbouring layers, at least one and in ascending order; nothing checks them. The embedding belongs to layer 0. The
+    final norm, the output layer and the heads belong to the last layer, which has a copy of a tied embedding.
     """
 
     layers: int
@@ -52,7 +52,7 @@ class ModelPart:
         return self.chunks[-1].stop == self.layers
 
     def chunk_of(self, name: str) -> int:
-        """The number of the chunk that has the parameter ``name``."""
+        """The number of the chunk that has the parameter ``name``, which is one of this part."""
         group, _, rest = name.partition(".")
         if group == "layers":
             number = int(rest.partition(".")[0])

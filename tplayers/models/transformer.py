@@ -41,6 +41,12 @@ class Transformer(nn.Module):
     context: the ranks that share each sequence (`ContextGroup`), or None. All of them get the whole sequences, and the
         labels of whole sequences, and compute their own positions: s in the shapes of results counts these. Each rank's
         gradients are those of its positions' losses: the sum over the group is that of all.
+    dtype: of the parameters; None for torch's default.
+
+    Every rank of ``comm`` constructs it: ranks that share a head of keys and values form a group of their own
+    (`Communicator.block`). Raises ValueError if ``config`` does not split over ``comm``
+    (`TransformerConfig.require_parallel`), ``part`` is of another number of layers, or ``expert_group`` has several
+    ranks and ``config`` no experts.
 
     Inside, activations are [s, b, h], so that a sequence shard is contiguous.
     """
@@ -147,6 +153,10 @@ class Transformer(nn.Module):
         `SelfAttention`.
         at: the chunk of this rank's part, and its input; None for the first chunk. The result is the output of the
         chunk's last layer, normalised if that is the model's last. The chunks of a pass with a cache go in their order.
+
+        Every rank of the model's groups calls it, and runs its backward. Raises ValueError for a shape that does not
+        fit, a sequence that is too long, token types of a model without any, and a training pass with dropout and
+        without ``randomness``; on the host if not compiled, for a number outside its range, too.
         """
         s = tokens.shape[1]
         config, at = self.config, at or StageInput()
@@ -316,8 +326,7 @@ class Transformer(nn.Module):
         """This rank's logits [..., padded vocabulary / comm.size] of the result of `hidden_states` [..., h].
 
         bias: of a tied output layer, this rank's part. With sequence_parallel ``hidden`` is this rank's shard
-        [s / comm.size, ..., h], and the logits are of all s positions. Collective as `VocabParallelEmbedding.logits`
-        is.
+        [s / comm.size, ..., h], and the logits are of all s positions. Every rank calls it, and runs its backward.
         """
         if self.config.untie_embeddings_and_output_weights:
             found: Tensor = self.output(hidden)

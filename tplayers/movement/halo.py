@@ -191,7 +191,9 @@ def plan_halo(
 ) -> TransferPlan:
     """Return the plan of a halo exchange, for `transfer`: a program that repeats an exchange makes its plan once.
 
-    The arguments are those of `halo_exchange`. Not collective.
+    The arguments are those of `halo_exchange`; the decomposition must be given. The plan holds for every dtype, and for
+    any leading sizes. Not collective. Raises ValueError if the decomposition is of another grid, the widths or the
+    padding do not fit it, or an axis has too few points for its padding (`halo_plan`).
     """
     axes = len(grid.shape)
     _check_grid(decomposition, grid)

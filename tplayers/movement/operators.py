@@ -68,7 +68,9 @@ from .transfer import transfer, transfer_adjoint
 def broadcast(x: Tensor | None, comm: Communicator, root: int = 0) -> Tensor:
     """Give every rank the tensor of rank ``root``; its gradient is the sum of all ranks' gradients.
 
-    x: of any shape on the root; ignored on the other ranks, and usually None there.
+    x: of any shape on the root; ignored on the other ranks, and usually None there. root: the same on every rank. Every
+    rank calls it, and runs its backward. Raises ValueError on every rank if the root gives no tensor of a
+    floating-point or complex dtype, and on a rank whose ``root`` is not in the group.
     """
     given = compare("broadcast", x, comm, root=root)
     mine = x if comm.rank == root and x is not None else placeholder(x, (0,), given, comm)
@@ -81,8 +83,8 @@ def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     x: of one shape, dtype and kind of device (host or CUDA) on every rank. root: the same on every rank. The gradient
     of each rank's ``x`` is that of the sum. Every rank calls it, and runs its backward.
 
-    Raises ValueError on every rank if the tensors are not alike or have no dtype of the module's, and on a rank whose
-    ``root`` is not in the group.
+    Raises ValueError on every rank if the tensors are not alike or have no floating-point or complex dtype, and on a
+    rank whose ``root`` is not in the group.
     """
     check_root("sum_reduce", comm, root)
     given = compare("sum_reduce", x, comm)
@@ -114,7 +116,8 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[
     """Give every rank its part, along ``dim``, of the sum of all ranks' tensors.
 
     x: the same shape on every rank. sizes: of the ranks' parts, the same on every rank; None: as equal as possible, as
-    ``numpy.array_split`` makes them.
+    ``numpy.array_split`` makes them. Raises ValueError if ``sizes`` are not one of at least 0 for each rank, or do not
+    add up to the size of ``x`` along ``dim``.
     """
     given = compare("reduce_scatter", x, comm)
     at = given.dim(dim)
@@ -140,8 +143,8 @@ def scatter(
 ) -> Tensor:
     """Give every rank its part, along ``dim``, of the tensor of rank ``root``.
 
-    x: of any shape on the root; ignored on the other ranks, and usually None there. sizes: of the ranks' parts, the
-    same on every rank; None: as equal as possible, as ``numpy.array_split`` makes them.
+    x: of any shape on the root; ignored on the other ranks, and usually None there. sizes: as of `reduce_scatter`, with
+    its error.
     """
     given = compare("scatter", x, comm, root=root)
     at = given.dim(dim)
@@ -159,7 +162,7 @@ def all_to_all(
 
     So a tensor of which each rank has a part along ``concat_dim`` becomes one of which each has a part along
     ``split_dim``. x: the sizes along ``concat_dim`` may differ between ranks. sizes: of the parts along ``split_dim``,
-    the same on every rank; None: as equal as possible, as ``numpy.array_split`` makes them.
+    as of `reduce_scatter`, with its error. Raises ValueError also if the two dimensions are the same.
     """
     given = compare("all_to_all", x, comm, along=concat_dim)
     split, concat = given.dim(split_dim), given.dim(concat_dim)
@@ -217,9 +220,12 @@ def exchanged_rows(x: Tensor, comm: Communicator, sent: Sequence[int], received:
 def repartition(x: Tensor, comm: Communicator, source: Decomposition, target: Decomposition) -> Tensor:
     """Turn this rank's block of ``source`` into its block of ``target``: other blocks, or a grid of another shape.
 
-    x: [..., space]. The ranks of ``comm`` stand at the places of both grids in row-major order. Raises ValueError if
-    the decompositions differ in their global shape or in their number of ranks. A parallel Fourier transform needs it:
-    each axis must be whole on a rank to be transformed.
+    x: [..., space], with leading sizes and a dtype that are the same on every rank. The ranks of ``comm`` stand at the
+    places of both grids in row-major order. A parallel Fourier transform needs it: each axis must be whole on a rank to
+    be transformed.
+
+    Every rank calls it, and runs its backward. Raises ValueError if the decompositions differ in their global shape or
+    in their number of ranks, or ``x`` is not this rank's block. The ranks compare as in `halo_exchange`.
     """
     plan = repartition_plan(source, target, comm.rank)
     compare_first("repartition", x, plan.source_shape, comm, {"source": source, "target": target})
