@@ -24,7 +24,7 @@ _ON_DEVICE = (1 << 25, 1 << 25)
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of n passages, equal on all ranks.
+    """The scores of n passages, equal on all ranks. The tensors lie on the host.
 
     nll: float64 [n], of each passage the summed negative log-likelihood of its targets in nats. predicted: int64, the
     model's most likely token at each target, of all passages one after the other; None if it was not asked for.
@@ -39,7 +39,7 @@ class Scores:
     position_targets: Tensor
 
     def predicted_of(self, n: int) -> list[int]:
-        """The most likely tokens at the targets of passage n."""
+        """The most likely tokens at the targets of passage n, if they were asked for."""
         assert self.predicted is not None
         begin = int(self.ends[n - 1]) if n else 0
         return [int(token) for token in self.predicted[begin : int(self.ends[n])]]
@@ -57,7 +57,8 @@ def score(
 
     Batches are made of passages of similar length, in the same way at every number of ranks. So the scores are the same
     bits at every data-parallel size. Collective over ``data`` and the model's tensor group, with the same arguments on
-    every rank.
+    every rank. Raises the model's ValueError, on the ranks that have the passage, if one is too long or, on the host,
+    has a token outside the vocabulary.
     """
     count = len(passages)
     sizes = np.fromiter((len(one.tokens) for one in passages), dtype=np.int64, count=count)

@@ -48,9 +48,13 @@ def gradient_norm(
     """The Euclidean norm of the whole model's gradient, to 1e-6 of it at every layout: the same number on every rank.
 
     The squares of split parameters are summed over the tensor group. Replicated parameters, and tied ones, count once.
-    shares: the groups of which each rank has only a share of the gradient: the pipeline group, and with ZeRO-1 the
-    ranks that hold the same parameters. experts: the expert group, over which the squares of experts are summed; None
-    if one of ``shares`` has its ranks. Collective over all groups.
+    It is infinite or NaN, on every rank, if a gradient is not finite.
+
+    segments: this rank's gradients, summed over the replicas (`GradientBuckets.segments` after `finish`), of any
+    floating-point or complex dtypes. tensor: the tensor group. shares: the groups of which each rank has only a share
+    of the gradient: the pipeline group, and with ZeRO-1 the ranks that hold the same parameters. experts: the expert
+    group, over which the squares of experts are summed; None if one of ``shares`` has its ranks. Collective over all
+    groups.
     """
     squares = _summed(_sums_of_squares, segments, shares, experts)
     squares[1] += 0.0 * squares[0]  # NaN if a replicated gradient is not finite on this rank; then all ranks get NaN

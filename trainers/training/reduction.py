@@ -200,6 +200,10 @@ class GradientBuckets:
 
     Parameters that require no gradient have no place in a bucket.
 
+    Construction and `finish` are collective over ``data`` and ``experts``, and `finish` over ``tensor``, too. In a
+    group of several ranks construction raises CollectiveError on all of them if a parameter is sparse or has elements
+    that share memory.
+
     A step is: `zero`; for each microbatch a backward, the last backward inside `last_microbatch`; `finish`. The loss is
     already divided by the global count, so the sum over the group is the gradient: see ``segments``. An expert's
     gradient is that of all tokens of its expert group, so its sum is not over these ranks again.

@@ -33,9 +33,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     another memory order on another rank becomes contiguous. A program may put other memory in a parameter's place
     later, as ``module.to(memory_format=...)`` does: the next `step` copies its values into the view, and puts the view
     back with its strides. ``param_groups`` has all parameters on every rank, so learning-rate schedulers and gradient
-    scalers work as with ``kind``; ``state`` has this rank's parameters only. A group cannot be added later. `step`
-    raises RuntimeError if a parameter has another dtype, shape or device than before, because its place in the buffer
-    does not fit it any more.
+    scalers work as with ``kind``; ``state`` has this rank's parameters only. A group cannot be added later.
+
+    With several ranks construction raises CollectiveError on all of them if a parameter is sparse or has elements that
+    share memory. `step` raises RuntimeError if a parameter has another dtype, shape or device than before, because its
+    place in the buffer does not fit it any more.
     """
 
     def __init__(
