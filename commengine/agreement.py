@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import CollectiveError, CollectiveMismatch, GroupMember
+from .errors import CollectiveError, CollectiveMismatch, GroupMember, call_error
 from .mpi import load_mpi
 
 if TYPE_CHECKING:
@@ -79,6 +79,15 @@ def agree(member: GroupMember, calls: Any, asked: str, problem: str | None = Non
 def _of_all(error: CollectiveError) -> CollectiveError:
     error.on_all_ranks = True
     return error
+
+
+def integers(member: GroupMember, operation: str, numbers: Sequence[int]) -> Sequence[int]:
+    """Return ``numbers`` as they travel. Raises CollectiveError for one that is no integer below 2^63 in size."""
+    try:
+        array("q", [-number for number in numbers])  # also those of the other sign travel
+        return array("q", numbers)
+    except (OverflowError, TypeError) as error:
+        raise call_error(member, operation, f"{numbers!r:.80} must be integers below 2^63 in size: {error}") from error
 
 
 def extremes(calls: Any, numbers: Sequence[int]) -> tuple[list[int], list[int]]:

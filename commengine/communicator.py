@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compiled_ops
-from .agreement import agree, each_number, extremes
+from .agreement import agree, each_number, extremes, integers
 from .calls import ends
 from .calls.dispatch import Dispatcher
 from .calls.message_stream import MessageStream
@@ -264,19 +264,21 @@ class Communicator(OperationCalls, OwnsCommunicators):
     def extremes(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the smallest and the largest of the ranks' numbers, at each place. Collective: 16 bytes a number.
 
-        numbers: integers below 2^63 in size, as many on every rank; a larger one raises CollectiveError and stops the
-        group. So the ranks see whether they have the same, and no rank gets what every other one has.
+        numbers: integers below 2^63 in size, as many on every rank; another one raises CollectiveError on its rank. So
+        the ranks see whether they have the same, and no rank gets what every other one has.
         """
         self._live_mpi()
+        numbers = integers(self, "extremes", numbers)
         with self._calls.watching("extremes", "life"):
             return extremes(self._comparing, numbers)
 
     def each_number(self, number: int) -> list[int]:
         """Return the numbers of all ranks, in their order. Collective: 8 bytes a rank.
 
-        number: an integer of 64 bits; a larger one raises CollectiveError and stops the group.
+        number: an integer below 2^63 in size; another one raises CollectiveError on its rank.
         """
         self._live_mpi()
+        (number,) = integers(self, "each_number", [number])
         with self._calls.watching("each_number", "life"):
             return each_number(self._comparing, number, self.size)
 

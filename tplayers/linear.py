@@ -99,7 +99,7 @@ class ColumnParallelLinear(SplitLayer):
     ) -> None:
         block = out_features // blocks
         filled = PaddedFeatures((block,), (block,)) if padding is None else padding
-        require_divisible(comm.size, out_features=filled.total)
+        require_divisible(comm.size, **{"out_features" if blocks == 1 else f"out_features / {blocks}": filled.total})
         split: dict[str, Any] = {"dim": 1, "index": comm.rank, "count": comm.size}
         view, more = (blocks, *filled.sizes), (blocks, *filled.padded)
         weight = Placement((out_features, in_features), view=(*view, in_features), padded=(*more, in_features), **split)

@@ -235,6 +235,9 @@ def test_numbers_of_all_ranks(mpi_world, checked):
         columns = list(zip(*drawn, strict=True))
         assert comm.extremes(drawn[comm.rank]) == ([*map(min, columns)], [*map(max, columns)])
         assert comm.extremes([]) == ([], [])
+        for wrong in (2**63, -(2**63), 1.5, None):
+            with pytest.raises(CollectiveError, match=r"(extremes|each_number).* must be integers below 2\^63 in size"):
+                comm.extremes([1, wrong]) if wrong == 2**63 else comm.each_number(wrong)
         assert comm.each_number(drawn[comm.rank][0]) == list(columns[0])
     with pytest.raises(CollectiveError, match="closed"):
         comm.extremes([1])

@@ -62,19 +62,28 @@ def generate(
     """
     sampling = Sampling(temperature=0) if sampling is None else sampling
     rows_of = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    prompts = [_prompt(number, prompt) for number, prompt in enumerate(rows_of)]
-    numbers = list(range(len(prompts))) if numbers is None else [index(number) for number in numbers]
+    problem: TypeError | None = None
+    prompts: list[list[int]] = []
+    known: list[int] = []
+    try:
+        prompts = [_prompt(number, prompt) for number, prompt in enumerate(rows_of)]
+        known = list(range(len(prompts))) if numbers is None else [index(number) for number in numbers]
+    except TypeError as error:  # perhaps on this rank alone: the others must not wait for it
+        problem = error
     stops = frozenset(stop_tokens)
     stages = pipeline if pipeline is not None and pipeline.size > 1 else None
     for group in (model.comm, *([] if stages is None else [stages])):
         if group.size == 1:
             continue
-        asked = (prompts, max_new_tokens, sampling, seed, samples, numbers, sorted(stops), slide)
+        asked = (prompts, max_new_tokens, sampling, seed, samples, known, sorted(stops), slide)
         digest = hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest()
-        group.compare(f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})")
-    _require(model, prompts, max_new_tokens, samples, numbers, slide)
+        words = f"generate({len(prompts)} prompts, {max_new_tokens} new tokens, arguments {digest})"
+        group.compare(words if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    _require(model, prompts, max_new_tokens, samples, known, slide)
     rows = [
-        _Row(place * samples + sample, numbers[place], sample, prompt)
+        _Row(place * samples + sample, known[place], sample, prompt)
         for place, prompt in enumerate(prompts)
         for sample in range(samples)
     ]

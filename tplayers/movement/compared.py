@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,36 +48,37 @@ class Compared:
         return torch.empty(tuple(shape), dtype=self.dtype, device="cpu" if self.on_host else comm.device)
 
 
-def check_root(operation: str, comm: Communicator, root: int) -> None:
-    """Raise ValueError if ``root`` is not a rank of the group."""
-    if not 0 <= root < comm.size:
-        raise ValueError(f"{operation}: root={root} is not a rank of the group: 0 to {comm.size - 1}")
-
-
 def compare(
-    operation: str, x: Tensor | None, comm: Communicator, *, root: int | None = None, along: int | None = None
-) -> Compared:
-    """Compare the tensors of all ranks. Collective.
+    operation: str, x: Tensor | None, comm: Communicator, *, only: int | None = None, along: int | None = None,
+    **arguments: object,
+) -> Compared:  # fmt: skip
+    """Compare the tensors and arguments of all ranks. Collective.
 
-    root: only this rank's tensor counts. along: the dimension in which the parts may have different sizes. Raises
-    ValueError on every rank if the tensors do not fit together, or a rank has none.
+    only: the one rank whose tensor counts. along: the dimension in which the parts may have different sizes. arguments:
+    those that must be equal on all ranks. Raises CollectiveMismatch on every rank if they, or the operations, differ,
+    and ValueError on every rank if ``root`` among them is not in the group, the tensors do not fit together, or a rank
+    has none.
     """
-    if root is not None:
-        check_root(operation, comm, root)
-    mine = [0] * (4 + _MOST_DIMENSIONS)
+    words = f"{operation}({', '.join(f'{name}={_shown(value)}' for name, value in arguments.items())})"
+    mine = [0] * (5 + _MOST_DIMENSIONS)
     if x is not None and x.dtype in _DTYPES and x.dim() <= _MOST_DIMENSIONS:
         mine[: 4 + x.dim()] = 1 + _DTYPES.index(x.dtype), int(wants_gradient(x)), int(x.is_cpu), x.dim(), *x.shape
-    if root is not None and comm.rank != root:
+    if only is not None and comm.rank != only:
         mine = [0] * len(mine)
+    mine[-1] = zlib.crc32(words.encode())
     low, high = comm.extremes(mine)
-    record = high  # the root's, as the others gave zeros
+    if low[-1] != high[-1]:
+        comm.compare(words)
+    if "root" in arguments:
+        _check_root(operation, comm, arguments["root"])
+    record = high  # of ``only``, as the others gave zeros
     dims = record[3]
     at = None if along is None or not -dims <= along < dims else along % dims
     # Whether a gradient is wanted, and the size along ``at``, may differ.
     differing = {1, None if at is None else 4 + at}
     unlike = any(low[place] != high[place] for place in range(len(mine)) if place not in differing)
-    if not high[0] or (root is None and (not low[0] or unlike)):
-        raise ValueError(_difference(operation, comm, mine, root, at))
+    if not high[0] or (only is None and (not low[0] or unlike)):
+        raise ValueError(_difference(operation, comm, mine, only, at))
     shape, sizes = record[4 : 4 + dims], tuple[int, ...]()
     if at is not None:
         alike = low[4 + at] == high[4 + at]
@@ -85,11 +87,28 @@ def compare(
     return Compared(_DTYPES[record[0] - 1], tuple(shape), sizes, bool(record[2]), bool(high[1]), operation)
 
 
-def _difference(operation: str, comm: Communicator, mine: list[int], root: int | None, at: int | None) -> str:
+def _check_root(operation: str, comm: Communicator, root: object) -> None:
+    try:
+        fits = 0 <= operator.index(root) < comm.size  # type: ignore[arg-type]
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{operation}: root={root!r} is not a rank of the group: 0 to {comm.size - 1}")
+
+
+def _shown(value: object) -> object:
+    """An argument in words. Equal numbers have the same ones, in a list or in an array."""
+    try:
+        return [operator.index(one) for one in value]  # type: ignore[attr-defined]
+    except TypeError:
+        return value
+
+
+def _difference(operation: str, comm: Communicator, mine: list[int], only: int | None, at: int | None) -> str:
     """Why the ranks' tensors do not fit together. Collective."""
     columns = [comm.each_number(number) for number in mine]
     records = list(zip(*columns, strict=True))
-    for rank in range(comm.size) if root is None else [root]:
+    for rank in range(comm.size) if only is None else [only]:
         if not records[rank][0]:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             return (

@@ -60,7 +60,7 @@ from commengine import Communicator, Decomposition
 from tplayers.adjoint_pair import Pair, apply_pair
 from tplayers.functions import outside_graphs
 
-from .compared import Compared, check_root, compare, compare_first, placeholder, plain, taking_part
+from .compared import Compared, compare, compare_first, placeholder, plain, taking_part
 from .plan import halo_plan, repartition_plan
 from .transfer import transfer, transfer_adjoint
 
@@ -70,9 +70,9 @@ def broadcast(x: Tensor | None, comm: Communicator, root: int = 0) -> Tensor:
 
     x: of any shape on the root; ignored on the other ranks, and usually None there. root: the same on every rank. Every
     rank calls it, and runs its backward. Raises ValueError on every rank if the root gives no tensor of a
-    floating-point or complex dtype, and on a rank whose ``root`` is not in the group.
+    floating-point or complex dtype, or is not in the group.
     """
-    given = compare("broadcast", x, comm, root=root)
+    given = compare("broadcast", x, comm, only=root, root=root)
     mine = x if comm.rank == root and x is not None else placeholder(x, (0,), given, comm)
     return apply_pair(taking_part(mine, given), *_broadcast(comm, root, given))
 
@@ -83,11 +83,10 @@ def sum_reduce(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     x: of one shape, dtype and kind of device (host or CUDA) on every rank. root: the same on every rank. The gradient
     of each rank's ``x`` is that of the sum. Every rank calls it, and runs its backward.
 
-    Raises ValueError on every rank if the tensors are not alike or have no floating-point or complex dtype, and on a
-    rank whose ``root`` is not in the group.
+    Raises ValueError on every rank if the tensors are not alike or have no floating-point or complex dtype, or
+    ``root`` is not in the group.
     """
-    check_root("sum_reduce", comm, root)
-    given = compare("sum_reduce", x, comm)
+    given = compare("sum_reduce", x, comm, root=root)
     return apply_pair(taking_part(x, given), *_broadcast(comm, root, given)[::-1])
 
 
@@ -108,7 +107,7 @@ def all_gather(x: Tensor, comm: Communicator, dim: int = 0) -> Tensor:
 
     x: the parts may differ in their size along ``dim``. Its gradient is the sum of all ranks' gradients of it.
     """
-    given = compare("all_gather", x, comm, along=dim)
+    given = compare("all_gather", x, comm, along=dim, dim=dim)
     return apply_pair(taking_part(x, given), *_all_gather(comm, given, given.dim(dim)))
 
 
@@ -119,7 +118,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 0, sizes: Sequence[
     ``numpy.array_split`` makes them. Raises ValueError if ``sizes`` are not one of at least 0 for each rank, or do not
     add up to the size of ``x`` along ``dim``.
     """
-    given = compare("reduce_scatter", x, comm)
+    given = compare("reduce_scatter", x, comm, dim=dim, sizes=sizes)
     at = given.dim(dim)
     parts = replace(given, sizes=_sizes(given.shape[at], comm, sizes, "reduce_scatter"))
     return apply_pair(taking_part(x, given), *_all_gather(comm, parts, at)[::-1])
@@ -131,8 +130,7 @@ def gather(x: Tensor, comm: Communicator, root: int = 0, dim: int = 0) -> Tensor
     x: the parts may differ in their size along ``dim``. The other ranks get a tensor without elements, of size 0 along
     ``dim``.
     """
-    check_root("gather", comm, root)
-    given = compare("gather", x, comm, along=dim)
+    given = compare("gather", x, comm, along=dim, root=root, dim=dim)
     at = given.dim(dim)
     on_root, on_ranks = _on_root(given, at, comm, root)
     return transfer(taking_part(x, given), repartition_plan(on_ranks, on_root, comm.rank), comm)
@@ -146,7 +144,7 @@ def scatter(
     x: of any shape on the root; ignored on the other ranks, and usually None there. sizes: as of `reduce_scatter`, with
     its error.
     """
-    given = compare("scatter", x, comm, root=root)
+    given = compare("scatter", x, comm, only=root, root=root, dim=dim, sizes=sizes)
     at = given.dim(dim)
     parts = replace(given, sizes=_sizes(given.shape[at], comm, sizes, "scatter"))
     nothing = (*given.shape[:at], 0, *given.shape[at + 1 :])
@@ -164,7 +162,7 @@ def all_to_all(
     ``split_dim``. x: the sizes along ``concat_dim`` may differ between ranks. sizes: of the parts along ``split_dim``,
     as of `reduce_scatter`, with its error. Raises ValueError also if the two dimensions are the same.
     """
-    given = compare("all_to_all", x, comm, along=concat_dim)
+    given = compare("all_to_all", x, comm, along=concat_dim, split_dim=split_dim, concat_dim=concat_dim, sizes=sizes)
     split, concat = given.dim(split_dim), given.dim(concat_dim)
     if split == concat:
         raise ValueError(f"all_to_all: split_dim={split_dim} and concat_dim={concat_dim} are the same dimension")

@@ -48,7 +48,8 @@ class Windows(Sequence[Passage]):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, n: int) -> Passage:  # type: ignore[override]
-        """Window n. Raises IndexError."""
+        """Window n; from the end if it is negative. Raises IndexError."""
+        n = range(len(self))[n]
         which = bisect_right(self._ends, n)
         tokens, k = self._texts[which], n - (self._ends[which - 1] if which else 0)
         begin = k * self.stride

@@ -237,5 +237,7 @@ def test_ranks_with_different_arguments_are_found(group):
     model = gpt(group.comm)
     with pytest.raises(CollectiveMismatch, match=r"generate\(1 prompts, 4 new tokens, arguments"):
         generate(model, [[1 + group.comm.rank % 2]], 4)
+    with pytest.raises(CollectiveMismatch, match="a token is an integer"):
+        generate(model, [[1.5 if group.comm.rank else 1]], 4)
     with pytest.raises(CollectiveMismatch, match="generate"):
         generate(model, [[1]], 4, seed=group.comm.rank)

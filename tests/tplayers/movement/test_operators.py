@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commengine import CartesianGrid, Communicator, Decomposition
+from commengine import CartesianGrid, CollectiveMismatch, Communicator, Decomposition
 from tests.support.adjoints import (
     assert_differentiates_twice,
     assert_dot_product,
@@ -254,6 +254,24 @@ def test_a_chain_of_operators_is_a_program_on_the_whole(groups):
         if group.rank == 0:
             close(loss, expected)
             close(w.grad, weight.grad)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ_between_ranks_are_an_error_on_every_rank(world):
+    x, odd = torch.zeros(2, 2 * world.size), world.rank == 1
+    one_more = [1 + odd, *[1] * (world.size - 2), 2 * world.size - (world.size - 1) - odd]
+    for words, call in (
+        ("broadcast.root=1", lambda: broadcast(x, world, root=int(odd))),
+        ("sum_reduce.root=99", lambda: sum_reduce(x, world, root=99 * odd)),
+        ("gather.root=0, dim=1", lambda: gather(x, world, dim=int(odd))),
+        ("scatter.root=0, dim=1", lambda: scatter(x, world, dim=1, sizes=one_more)),
+        ("all_gather.dim=1", lambda: all_gather(x, world, dim=int(odd))),
+        ("reduce_scatter.dim=1, sizes=None", lambda: reduce_scatter(x, world, dim=1, sizes=one_more if odd else None)),
+        ("all_to_all.split_dim=0", lambda: all_to_all(x, world, int(odd), 1 - odd)),
+        ("all_reduce|sum_reduce.root=0", lambda: (sum_reduce if odd else all_reduce)(x, world)),
+    ):
+        with pytest.raises(CollectiveMismatch, match=words):
+            call()
 
 
 def test_bad_input_is_an_error_on_every_rank(world):

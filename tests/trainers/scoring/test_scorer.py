@@ -84,6 +84,7 @@ def test_the_log_likelihood_is_that_of_brute_force_over_transformers(world, thei
     for (count, stride), expected in zip(cases, world.mpi.bcast(truth), strict=True):
         tokens = TEXTS[count]
         windows = Windows([tokens], LENGTH, stride)
+        assert not len(windows) or list(windows[-1].tokens) == list(windows[len(windows) - 1].tokens)
         for grid in grids.values():
             scores = score(gpt(grid.tensor), windows, grid.data, batch=3)
             assert math.fsum(scores.nll.tolist()) == pytest.approx(expected, rel=1e-9)
