@@ -183,7 +183,7 @@ def test_a_stage_that_does_not_exist_fails(repository):
         ("live", "gpu_tests", "device/test_gpu.py", "device/test_gpus.py"),
         ("live", "gpu_serial", "training/test_clipping.py", "training/test_clippings.py"),
         ("live", "compile_tests", "--maxfail=5", "--max-fail=5"),
-        ("live", "staged_tests", "tests/run -m", "tests/run -mm -m"),
+        ("live", "staged_tests", "tests/run --long -m", "tests/run --long -mm -m"),
         ("right", "cpu", "--lr-warmup-iters", "--lr-warm-up-iters"),
         ("right", "tp2_staged", "--device-transport staged", "--device-transport stage"),
         ("right", "dp2_nccl", "trainers.pretrain_gpt", "trainers.pretrain_gtp"),
