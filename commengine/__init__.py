@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .grid import GridLayout as GridLayout
     from .grid import ProcessGrid as ProcessGrid
     from .host.switch_points import SwitchPoints as SwitchPoints
+    from .operations.exchange import Exchange as Exchange
     from .stream import Event as Event
     from .stream import Stream as Stream
     from .stream import Work as Work
@@ -45,6 +46,7 @@ _MODULES = {
     "GridLayout": ".grid",
     "ProcessGrid": ".grid",
     "SwitchPoints": ".host.switch_points",
+    "Exchange": ".operations.exchange",
     "Event": ".stream",
     "Stream": ".stream",
     "Work": ".stream",

@@ -95,6 +95,8 @@ class MpiTypes:
         complexes = {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
         #: the datatype that moves a dtype without computing: an unsigned integer of the same width, if MPI has one
         self.move: dict[torch.dtype, MPI.Datatype] = {d: unsigned[d.itemsize] for d in REAL_TYPES} | complexes
+        #: the tag of a message, which says its dtype
+        self.tag: dict[torch.dtype, int] = {dtype: tag for tag, dtype in enumerate(sorted(DTYPES, key=str), 1)}
         native = {
             torch.float64: mpi.DOUBLE,
             torch.float32: mpi.FLOAT,
@@ -112,6 +114,10 @@ class MpiTypes:
             self.reduce[dtype, "avg"] = (datatype, mpi.SUM)
         for name, op in {"sum": mpi.MAX, "max": mpi.MAX, "prod": mpi.MIN, "min": mpi.MIN}.items():
             self.reduce[torch.bool, name] = (mpi.UINT8_T, op)
+
+    def of_tag(self, tag: int) -> torch.dtype | None:
+        """Return the dtype of a message with this tag; None if it carries no tensor."""
+        return next((dtype for dtype, its in self.tag.items() if its == tag), None)
 
 
 _STEPS: dict[str, Any] = {

@@ -78,7 +78,7 @@ class Event:
 
         Any thread may call it, also repeatedly; every call then raises that failure.
         """
-        waited = [record for record in self._records if record.wait_start is None]
+        waited = [record for record in self._records if record.wait_start is None] if self._records else ()
         for record in waited:
             record.wait_start = time.perf_counter()
         self._reach()

@@ -159,7 +159,7 @@ class Recording:
         nbytes = call.buffers[1][0]
         return replace(
             call, operation="recv", root=call.peers[1], peers=call.peers[1:], buffers=call.buffers[1:],
-            bytes=nbytes, dtype="uint8", shape=(nbytes,),
+            bytes=nbytes, shape=(nbytes // getattr(torch, call.dtype).itemsize,),
         )  # fmt: skip
 
     def _scaled(self, call: RecordedCall, kept: Group, number: int) -> RecordedCall:

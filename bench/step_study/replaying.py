@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +88,8 @@ class Replay:
         elif name in ("gather", "scatter") and comm.rank == root:
             other = self._buffer(call, "whole", (rows[0] * comm.size, *rows[1:]))
         elif name == "sendrecv":
-            other = self._buffer(replace(call, dtype="uint8"), "received", (call.buffers[1][0],))
+            # The recording names the dtype of what was sent; a message of another one would be an error.
+            other = self._buffer(call, "received", (call.buffers[1][0] // getattr(torch, call.dtype).itemsize,))
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (tensor, op), "reduce": (tensor, root, op), "reduce_scatter": (other, tensor, op),
             "all_gather": (tensor, other), "broadcast": (tensor, root), "gather": (other, tensor, root),

@@ -13,6 +13,6 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32",
 #: `bench.transports.variants.TRANSPORTS`, and after them `bench.transports.peer_process.PEERS`
 TRANSPORTS = (
     "engine", "mpi4py", "shared", "stream", "nccl", "staged", "beside-windows", "mpix-bfloat16", "in-fp32", "memory",
-    "under-all-reduce", "gloo", "torch-nccl", "openmpi", "engine@openmpi", "shared@openmpi", "intel", "engine@intel",
-    "shared@intel", "oneccl", "deepspeed", "c-loop",
+    "prepared", "under-all-reduce", "gloo", "torch-nccl", "openmpi", "engine@openmpi", "shared@openmpi", "intel",
+    "engine@intel", "shared@intel", "oneccl", "deepspeed", "c-loop",
 )  # fmt: skip

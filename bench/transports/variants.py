@@ -1,11 +1,11 @@
 """Transports that answer one question each.
 
-One runs a call while an all-reduce runs beside it, as the messages of a pipeline do. Two sum bfloat16 by MPI, which has
-none. One is the engine on private tensors of a group that has windows. One is no collective but the bound of an
-all-reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the operand of every rank, and p n
-bytes are written, the result of every rank. The bound is therefore the time in which the same ranks, all at once, read
-and write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a second array would cost another
-read. It is the bandwidth of the caches or the memory that hold so many bytes.
+One runs a call while an all-reduce runs beside it, as the messages of a pipeline do. One has prepared its messages. Two
+sum bfloat16 by MPI, which has none. One is the engine on private tensors of a group that has windows. One is no
+collective but the bound of an all-reduce: in an all-reduce of n bytes among p ranks at least p n bytes are read, the
+operand of every rank, and p n bytes are written, the result of every rank. The bound is therefore the time in which the
+same ranks, all at once, read and write as many bytes in place: x <- 1 x, STREAM's scale with one array, because a
+second array would cost another read. It is the bandwidth of the caches or the memory that hold so many bytes.
 """
 
 from __future__ import annotations
@@ -85,6 +85,22 @@ class BesideWindows(Shared):
         if not self._group._shared.segments:
             self._group.empty((1,))
         return torch.zeros(capacity, dtype=torch.uint8)
+
+
+class Prepared(Engine):
+    """The engine's messages as an exchange that was prepared before."""
+
+    name = "prepared"
+    operations = ("send", "sendrecv")
+
+    def _start(self, call: CollectiveCall, in_place: bool) -> Callable[[], Any]:
+        send, recv = self._buffers.views(call, self._rank, in_place)
+        if call.operation == "sendrecv":
+            to, fro = (self._rank + 1) % call.ranks, (self._rank - 1) % call.ranks
+            return self._comm.exchange([(send, to)], [(recv, fro)]).start
+        partner = call.partner(self._rank)
+        sends = call.called(self._rank) == "send"
+        return self._comm.exchange([(send, partner)] * sends, [(recv, partner)] * (not sends)).start
 
 
 class Beside(LocalCall):
@@ -168,7 +184,7 @@ class Memory(Shared):
 #: all transports in the rank's own process, by name
 TRANSPORTS: dict[str, Callable[[Communicator, int], Transport]] = {
     **LOCAL,
-    **{made.name: made for made in (BesideWindows, Extension, InFloat32, Memory, UnderAllReduce)},
+    **{made.name: made for made in (BesideWindows, Extension, InFloat32, Memory, Prepared, UnderAllReduce)},
 }
 
 
@@ -180,5 +196,5 @@ def share_memory(transports: Sequence[Transport], capacity: int) -> None:
     """
     private = Buffers(torch.zeros(capacity, dtype=torch.uint8), torch.zeros(capacity, dtype=torch.uint8))
     for transport in transports:
-        if isinstance(transport, (Mpi4py, BesideWindows)) or type(transport) is Engine:
+        if isinstance(transport, (Mpi4py, BesideWindows, Prepared)) or type(transport) is Engine:
             transport._buffers = private

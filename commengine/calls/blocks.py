@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from commengine.agreement import describe
 from commengine.errors import CollectiveError, GroupMember, call_error
-from commengine.operations.messages import exchange_of
+from commengine.operations.exchange import exchange_of
 from commengine.operations.operation import Call
 
 
-def check_independent(member: GroupMember, calls: list[Call]) -> None:
+def check_independent(member: GroupMember, calls: list[Call], operation: str = "coalesce") -> None:
     """Check that no call of a block writes memory that another call of the block reads or writes.
 
     A block's messages are one exchange, and a device's calls one launch: they have no order.
@@ -22,21 +22,24 @@ def check_independent(member: GroupMember, calls: list[Call]) -> None:
     for start, end, number, written in spans:
         last = wrote if start < wrote[0] else read
         if start < wrote[0] or (written and start < read[0]):
-            raise _dependent(member, calls, *sorted((last[1], number)))
+            raise _dependent(member, operation, calls, *sorted((last[1], number)))
         if written:
             wrote = max(wrote, (end, number))
         else:
             read = max(read, (end, number))
 
 
-def _dependent(member: GroupMember, calls: list[Call], first: int, last: int) -> CollectiveError:
+def _dependent(member: GroupMember, operation: str, calls: list[Call], first: int, last: int) -> CollectiveError:
     said = " and ".join(
         describe(one.name, one.tensor, one.redop, None if one.peers else one.root)
         for one in (calls[first], calls[last])
     )
-    problem = f"calls {first + 1} and {last + 1} of the block, {said}, touch the same memory, and one of them writes it"
-    remedy = "a block has no order; give each a buffer of its own (sendrecv takes two), or make two blocks"
-    return call_error(member, "coalesce", f"{problem}: {remedy}")
+    parts, whole = ("calls", "block") if operation == "coalesce" else ("messages", "exchange")
+    problem = (
+        f"{parts} {first + 1} and {last + 1} of the {whole}, {said}, touch the same memory, and one of them writes it"
+    )
+    remedy = f"a {whole} has no order; give each a buffer of its own (sendrecv takes two), or make two {whole}s"
+    return call_error(member, operation, f"{problem}: {remedy.replace('a exchange', 'an exchange')}")
 
 
 def exchanges_first(calls: list[Call]) -> list[Call]:

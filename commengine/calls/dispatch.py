@@ -29,6 +29,8 @@ from commengine.device.staged import HostedBackend
 from commengine.device.stream import DeviceStream
 from commengine.errors import CollectiveError, TransferError, call_error
 from commengine.mpi import load_mpi
+from commengine.operations.exchange import EXCHANGE, Exchange, Transfer
+from commengine.operations.messages import RECV, SEND
 from commengine.operations.operation import Call, Operation
 from commengine.operations.uneven.rows import UnevenOperation
 from commengine.stream import DONE, Event, GroupedWork, Stream, Work, is_among
@@ -184,7 +186,8 @@ class Dispatcher:
             if not self._direct:
                 work = self._run_or_collect(Call.of(operation, args, self.size), stream)
             else:
-                if operation.place is None or args[operation.place].is_cpu:
+                tensor = operation.standing(args)
+                if tensor is None or tensor.is_cpu:
                     self._host.run(operation, args)
                 elif self._hosted is None:
                     operation.by_nccl(self._nccl, *args)
@@ -283,6 +286,19 @@ class Dispatcher:
 
         tensors = tuple(call.args for call in calls)
         return self._comm._backend.enqueue(launch, tensors, stream, record, entries) or DONE
+
+    def prepare_exchange(self, transfers: list[Transfer], stream: Stream | None) -> Exchange:
+        """Return the messages as one object (`Communicator.exchange`). Their arguments have been checked."""
+        self._check_usable(EXCHANGE.called((transfers,), self.size), stream)
+        verbs = {"send": SEND, "recv": RECV}
+        check_independent(
+            self, [Call.of(verbs[verb], (one, peer), self.size) for verb, one, peer in transfers], "exchange"
+        )
+        routes = self.host if stream is None else stream.transport
+        if not isinstance(routes, Routes) or not all(tensor.is_cpu for _, tensor, _ in transfers):
+            return Exchange(self, transfers, stream, None)
+        routes.wire.free_requests(all=False)
+        return Exchange(self, transfers, stream, routes.wire)
 
     # Blocks ---------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
+from torch import Tensor
+
 from commengine.operations.checks import TensorLike
-from commengine.operations.operation import Run, mark_written
+from commengine.operations.exchange import PreparedFlight
+from commengine.operations.operation import mark_written
 from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker
-from .routes import Routes
+from .routes import Form, Routes
 
 
 class BusyMember(Speaker, Protocol):
@@ -50,13 +53,12 @@ class KnownCalls:
                 return False
         except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
             return False
-        return self._run(name, form.run, tensor, how)
+        return self._run(name, form, tensor, how)
 
-    def pair(self, name: str, output: TensorLike, input: TensorLike, how: str | None) -> bool:
-        """Run an operation on two tensors if its form is known. Returns whether. how: the reduction, or None."""
+    def pair(self, name: str, output: TensorLike, input: TensorLike, *how: object) -> bool:
+        """Run an operation on two tensors if its form is known. Returns whether. how: its other arguments."""
         try:
-            key = name, output.shape, output.dtype, input.shape, input.dtype
-            form = self._forms.get(key if how is None else (*key, how))
+            form = self._forms.get((name, output.shape, output.dtype, input.shape, input.dtype, *how))
             if form is None or not (output.is_cpu and input.is_cpu):
                 return False
             if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
@@ -67,10 +69,9 @@ class KnownCalls:
                 return False
         except (AttributeError, RuntimeError, TypeError):
             return False
-        run, received, sent, own = form
-        if -sent < apart < received and apart != own:
+        if -form.second < apart < form.first and apart != form.own:
             return False
-        return self._run(name, run, output, input) if how is None else self._run(name, run, output, input, how)
+        return self._run(name, form, output, input, *how)
 
     def rows(
         self, name: str, output: TensorLike, input: TensorLike, output_rows: Sequence[int], input_rows: Sequence[int]
@@ -106,17 +107,31 @@ class KnownCalls:
                     return False
         except (AttributeError, RuntimeError, TypeError):
             return False
-        return self._run(name, form.run, output, input, output_rows, input_rows)
+        return self._run(name, form, output, input, output_rows, input_rows)
 
-    def _run(self, name: str, run: Run, *args: Any) -> bool:
+    def exchange(self, flight: PreparedFlight, written: tuple[Tensor, ...]) -> None:
+        """Run prepared messages. written: the tensors that they fill."""
+        member = self._member
+        if member.busy:
+            member.refuse_second("exchange")
+        try:
+            member.busy = True
+            flight.run()
+            if written:
+                mark_written(written)
+            member.busy = False
+        except BaseException as error:
+            member.failed("exchange", error)
+
+    def _run(self, name: str, form: Form, *args: Any) -> bool:
         member = self._member
         if member.busy:
             member.refuse_second(name)
         try:
             member.busy = True
-            run(*args)
-            if name != "broadcast" or args[1] != member.rank:  # as `Operation.mark`, and faster
-                mark_written((args[0],))
+            form.run(*args)
+            if form.written is not None:
+                mark_written((args[form.written],))
             member.busy = False
             return True
         except BaseException as error:

@@ -15,7 +15,7 @@ from typing import Any
 from commengine.errors import CollectiveError, TransferError
 from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
-from commengine.operations.messages import Flight, MessageOperation
+from commengine.operations.exchange import Flight, MessageOperation
 from commengine.operations.operation import Call
 from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work, ends_with_program
 from commengine.timeout.entries import Entry
@@ -150,7 +150,7 @@ class MessageStream(Stream):
         error_of: Callable[[Exception], CollectiveError],
     ) -> MessageWork:
         """Give the messages of ``call`` to MPI."""
-        flight = Flight(self.transport.wire, call.operation.transfers(*call.args))  # type: ignore[attr-defined]
+        flight = call.operation.flight(self.transport.wire, *call.args)  # type: ignore[attr-defined]
         work = MessageWork(self, flight, record, entry, error_of)
         work._about = call
         self._in_flight.append(work)  # before the start: MPI may refuse the second message and have the first

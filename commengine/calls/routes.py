@@ -37,13 +37,15 @@ class Form(NamedTuple):
     """What is known about the calls of one form.
 
     run: runs one. first, second: the bytes of its first and its second tensor. own: the bytes from the first tensor's
-    begin to the second's if the call is in place; None if it cannot be.
+    begin to the second's if the call is in place; None if it cannot be. written: the place, among the arguments, of the
+    tensor that it writes on this rank.
     """
 
     run: Run
     first: int
     second: int
     own: int | None
+    written: int | None
 
 
 class Routes:
@@ -76,14 +78,16 @@ class Routes:
                 self._runs.clear()
                 self.known.clear()
             run = self._runs[form] = self._prepare(operation, args)
-            tensors = [args[place] for place in operation.tensors]
+            tensors, written = [args[place] for place in operation.tensors], operation.written(args, self.wire.rank)
+            marked = [place for place in operation.tensors if any(args[place] is one for one in written)]
+            place = marked[0] if marked else None
             if operation.uneven:
                 if not tensors[0].is_complex():
-                    self.known[form] = Form(run, 0, 0, None)
+                    self.known[form] = Form(run, 0, 0, None, place)
             elif tensors and all(isinstance(one, Tensor) and one.nbytes and not one.is_complex() for one in tensors):
                 rows_of_output = operation.in_place and operation.whole == "output"
                 own = self.wire.rank * tensors[-1].nbytes if rows_of_output else None
-                self.known[form] = Form(run, tensors[0].nbytes, tensors[-1].nbytes, own)
+                self.known[form] = Form(run, tensors[0].nbytes, tensors[-1].nbytes, own, place)
         return run
 
     def open(self) -> SequenceMemory | None:
@@ -108,6 +112,7 @@ class Routes:
         """Free what was made; the communicator is the caller's. Collective."""
         memory = self._memory
         self.abandon()
+        self.wire.free_requests(all=True)
         if memory is not None:
             memory.close()
 

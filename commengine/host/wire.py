@@ -55,11 +55,16 @@ class MpiWire:
         mpi = load_mpi()
         self.comm, self.rank, self.size, self.order = comm, comm.rank, comm.size, order
         self.calls: Any = comm
+        #: whether a wait gives the core away
+        self.polls = polling or look is not None
+        #: the persistent requests that were made, and those of them that nobody has any more
+        self.prepared: list[list[Any]] = []
+        self.retired: list[list[Any]] = []
         self.waitall: Callable[..., Any] = mpi.Request.Waitall
         self.testall: Callable[..., bool] = mpi.Request.Testall
         #: waits until a function returns True
         self.wait: Callable[[Callable[[], bool]], None] = spin
-        if polling or look is not None:
+        if self.polls:
             polled = PollingCalls(comm, look)
             self.calls, self.waitall, self.wait = polled, polled.waitall, polled.wait
         self._how = {"polling": polling, "look": look, "order": order}
@@ -76,6 +81,13 @@ class MpiWire:
     def over(self, comm: MPI.Intracomm) -> MpiWire:
         """Return a wire over another communicator, which waits and reduces as this one does."""
         return MpiWire(comm, **self._how)  # type: ignore[arg-type]
+
+    def free_requests(self, *, all: bool) -> None:
+        """Free the persistent requests that nobody has any more, or all; one that is under way stays."""
+        for requests in self.prepared if all else [self.retired.pop() for _ in self.retired[:]]:
+            while requests:
+                requests.pop().Free()
+        self.prepared = [one for one in self.prepared if one]
 
     def stop(self, reason: str) -> None:
         """Let no wait of this wire go on, if it waits in a way that can end."""

@@ -18,6 +18,7 @@ from .all_reduce import ALL_REDUCE, AllReduceCall
 from .all_to_all import ALL_TO_ALL, AllToAllCall
 from .barrier import BARRIER, BarrierCall
 from .broadcast import BROADCAST, BroadcastCall
+from .exchange import ExchangeCall
 from .gather import GATHER, GatherCall
 from .messages import RECV, SEND, SENDRECV, MessageCalls
 from .operation import Operation
@@ -42,6 +43,6 @@ REDUCING_IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_
 
 class OperationCalls(
     AllReduceCall, ReduceCall, ReduceScatterCall, AllGatherCall, BroadcastCall, GatherCall, ScatterCall, AllToAllCall,
-    AllToAllVCall, AllGatherVCall, BarrierCall, MessageCalls,
+    AllToAllVCall, AllGatherVCall, BarrierCall, MessageCalls, ExchangeCall,
 ):  # fmt: skip
     """The public calls of all operations."""

@@ -141,12 +141,29 @@ class Operation:
         named = [(self.arguments[place], args[place]) for place in self.tensors if args[place] is not None]
         return [Touched(one, name in _READ, name in _WRITTEN and self.name != "send") for name, one in named]
 
-    def mark(self, args: tuple[Any, ...], rank: int) -> None:
-        """Tell autograd which tensors a call writes on this rank, so that a backward that needs the old ones fails."""
+    def written(self, args: tuple[Any, ...], rank: int) -> tuple[Tensor, ...]:
+        """Return the tensors that a call writes on this rank."""
         at_root = self.rooted and args[self.arguments.index("root")] == rank
         only_read = {"broadcast": at_root, "reduce": not at_root}.get(self.name, False)
-        if not only_read:
-            mark_written(tuple(one.tensor for one in self.touched(args) if one.written))
+        return () if only_read else tuple(one.tensor for one in self.touched(args) if one.written)
+
+    def mark(self, args: tuple[Any, ...], rank: int) -> None:
+        """Tell autograd which tensors a call writes on this rank, so that a backward that needs the old ones fails."""
+        if written := self.written(args, rank):
+            mark_written(written)
+
+    def standing(self, args: tuple[Any, ...]) -> Tensor | None:
+        """Return the tensor that stands for a call, None for a barrier."""
+        return None if self.place is None else args[self.place]
+
+    def called(self, args: tuple[Any, ...], ranks: int) -> Call:
+        """Return the call with these arguments, as the row describes it. ranks: the group's size."""
+        named = dict(zip(self.arguments, args, strict=True))
+        tensor = self.standing(args)
+        peers = tuple(named[argument] for argument in ("dst", "src") if argument in named)
+        root = named.get("root", peers[0] if peers else None)
+        nbytes = 0 if tensor is None else self.nbytes(tensor.nbytes, ranks)
+        return Call(self, args, tensor, named.get("op"), root, nbytes, peers)
 
     def spans(self, args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
         """Return the memory of a call's tensors: its begin, its end, and whether the call writes it.
@@ -202,9 +219,4 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, operation: Operation, args: tuple[Any, ...], ranks: int) -> Call:
         """Return the call of ``operation``, described by its row. ranks: the group's size."""
-        named = dict(zip(operation.arguments, args, strict=True))
-        tensor = None if operation.counted is None else named[operation.counted]
-        peers = tuple(named[argument] for argument in ("dst", "src") if argument in named)
-        root = named.get("root", peers[0] if peers else None)
-        nbytes = 0 if tensor is None else operation.nbytes(tensor.nbytes, ranks)
-        return cls(operation, args, tensor, named.get("op"), root, nbytes, peers)
+        return operation.called(args, ranks)

@@ -39,7 +39,7 @@ def test_formulas_hold_on_every_rank(options, world, folder):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2)
+@pytest.mark.sizes(2, only=True)
 @pytest.mark.parametrize(
     ("way", "drawn", "each"), [("p2p", "sendrecv", {"sendrecv": 3}), ("a2a", "all-to-all", {"all_to_all": 4})]
 )

@@ -40,7 +40,7 @@ def test_formulas_hold_on_every_stage(options, world, folder):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2)
+@pytest.mark.sizes(2, only=True)
 def test_a_recording_is_replayed_and_drawn(world, folder):
     from bench.step_study import recording, replaying
 

@@ -109,8 +109,13 @@ class ConvolveApart(torch.autograd.Function):
         no = [0] * len(stride)
         y = torch.convolution(x, weight, bias, stride, geometry.padding, dilation, False, no, groups)
         halo = geometry.empty_halo(x)
-        for piece, part in (*messages.wait(), *((piece, x[piece.source]) for piece in geometry.kept)):
+
+        def put(piece: BlockPart, part: Tensor) -> None:
             halo[piece.target] = unfolded(part, piece)
+
+        messages.wait(put)
+        for piece in geometry.kept:
+            put(piece, x[piece.source])
         reads = [halo[place].clone() for _, place in geometry.slabs]
         for (outputs, _), read in zip(geometry.slabs, reads, strict=True):
             y[outputs] += torch.convolution(read, weight, None, stride, geometry.native, dilation, False, no, groups)
@@ -141,10 +146,13 @@ class ConvolveApart(torch.autograd.Function):
         for of_weight in of_slabs if need_weight else ():
             grad_weight += of_weight
         if messages is not None:
+
+            def add(piece: BlockPart, part: Tensor) -> None:
+                grad_x[piece.source] += part
+
             for piece in geometry.kept:
-                grad_x[piece.source] += of_piece(piece)
-            for piece, of in messages.wait():
-                grad_x[piece.source] += of
+                add(piece, of_piece(piece))
+            messages.wait(add)
         return grad_x, grad_weight, grad_bias, None, None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from .transfer import transfer, transfer_adjoint
 
 #: one width for all ends of all axes; or for each axis one width, or (low, high)
 Widths = int | Sequence[int | tuple[int, int]]
+_Ends: TypeAlias = "int | tuple[int | tuple[int, ...], ...]"
 
 
 @outside_graphs
@@ -42,7 +45,8 @@ def halo_exchange(
     At the first call with its arguments the ranks compare these and their blocks, and raise CollectiveMismatch if a
     rank differs. From then on every 64th call compares which operators on blocks the ranks have called.
     """
-    decomposition = _blocks(x, grid, decomposition)
+    if decomposition is None:
+        decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :])
     plan = plan_halo(grid, decomposition, widths, padding)
     _compare_halo("halo_exchange", x, plan.source_shape, grid, decomposition, widths, padding)
     return transfer(x, plan, grid.comm)
@@ -167,8 +171,7 @@ def _compare_halo(
     operation: str, x: Tensor, shape: tuple[int, ...], grid: CartesianGrid, decomposition: Decomposition,
     widths: Widths, padding: str | Sequence[str] | None,
 ) -> None:  # fmt: skip
-    ends = widths if isinstance(widths, int) else tuple(one if isinstance(one, int) else tuple(one) for one in widths)
-    names = padding if padding is None or isinstance(padding, str) else tuple(padding)
+    ends, names = _fixed(widths, padding)
     arguments = {"decomposition": decomposition, **_places(grid), "widths": ends, "padding": names}
     compare_first(operation, x, shape, grid.comm, arguments)
 
@@ -177,13 +180,15 @@ def _blocks(x: Tensor, grid: CartesianGrid, decomposition: Decomposition | None)
     """``decomposition``, or that of the shapes that the ranks tell each other."""
     if decomposition is None:
         return grid.decomposition_of(x.shape[-len(grid.shape) :])
-    _check_grid(decomposition, grid)
+    _check_grid(decomposition, tuple(grid.shape))
     return decomposition
 
 
-def _check_grid(decomposition: Decomposition, grid: CartesianGrid) -> None:
-    if decomposition.grid_shape != grid.shape:
-        raise ValueError(f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit {grid}")
+def _check_grid(decomposition: Decomposition, shape: tuple[int, ...]) -> None:
+    if decomposition.grid_shape != shape:
+        raise ValueError(
+            f"a decomposition for a grid of shape {list(decomposition.grid_shape)} does not fit one of {list(shape)}"
+        )
 
 
 def plan_halo(
@@ -195,14 +200,28 @@ def plan_halo(
     any leading sizes. Not collective. Raises ValueError if the decomposition is of another grid, the widths or the
     padding do not fit it, or an axis has too few points for its padding (`halo_plan`).
     """
-    axes = len(grid.shape)
-    _check_grid(decomposition, grid)
+    return _plan_halo(decomposition, tuple(grid.shape), grid.periodic, grid.rank, *_fixed(widths, padding))
+
+
+def _fixed(widths: Widths, padding: str | Sequence[str] | None) -> tuple[_Ends, str | tuple[str, ...] | None]:
+    """Return the arguments as something that has a hash."""
+    ends = widths if isinstance(widths, int) else tuple(one if isinstance(one, int) else tuple(one) for one in widths)
+    return ends, padding if padding is None or isinstance(padding, str) else tuple(padding)
+
+
+@functools.lru_cache(maxsize=128)  # halos stand inside of steps
+def _plan_halo(
+    decomposition: Decomposition, shape: tuple[int, ...], periodic: tuple[bool, ...], rank: int, widths: _Ends,
+    padding: str | tuple[str, ...] | None,
+) -> TransferPlan:  # fmt: skip
+    axes = len(shape)
+    _check_grid(decomposition, shape)
     pairs = [widths] * axes if isinstance(widths, int) else list(widths)
-    ends = [(width, width) if isinstance(width, int) else tuple(width) for width in pairs]
+    ends = [(width, width) if isinstance(width, int) else width for width in pairs]
     if len(ends) != axes or any(len(pair) != 2 or min(pair) < 0 for pair in ends):
-        raise ValueError(f"widths={widths!r} must be numbers of at least 0: one, or one or two for each of {axes} axes")
+        said = widths if isinstance(widths, int) else list(widths)
+        raise ValueError(f"widths={said} must be numbers of at least 0: one, or one or two for each of {axes} axes")
     if padding is None:
-        padding = ["circular" if periodic else "zeros" for periodic in grid.periodic]
-    padding = [padding] * axes if isinstance(padding, str) else list(padding)
-    ranges = decomposition.halo_ranges([(low, high) for low, high in ends])
-    return halo_plan(decomposition, grid.rank, ranges, padding)
+        padding = tuple("circular" if wraps else "zeros" for wraps in periodic)
+    paddings = [padding] * axes if isinstance(padding, str) else list(padding)
+    return halo_plan(decomposition, rank, decomposition.halo_ranges([(low, high) for low, high in ends]), paddings)

@@ -7,18 +7,18 @@ several ranks; the order of its sums is fixed, so its bits depend on the inputs 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commengine import Communicator, Event, Stream
+from commengine import Communicator, Stream
 from tplayers.adjoint_pair import Pair, apply_pair
 from tplayers.functions import one_derivative
 
 from .compared import compare, wants_gradient
+from .packed import Packed
 from .plan import BlockPart, TransferPlan
 
 
@@ -111,9 +111,11 @@ class ForwardTransfer:
 
     def wait(self) -> Tensor:
         """Put the received parts into the new block, and return it."""
-        for piece, part in self._messages.wait():
-            self.out[piece.target] = unfolded(part, piece)
+        self._messages.wait(self._put)
         return self.out
+
+    def _put(self, piece: BlockPart, part: Tensor) -> None:
+        self.out[piece.target] = unfolded(part, piece)
 
 
 class AdjointTransfer:
@@ -135,13 +137,15 @@ class AdjointTransfer:
 
     def wait(self) -> Tensor:
         """Add the received parts, in the order of the ranks, and return the sums."""
-        for piece, part in self._messages.wait():
-            self.out[piece.source] += part
+        self._messages.wait(self._add)
         return self.out
+
+    def _add(self, piece: BlockPart, part: Tensor) -> None:
+        self.out[piece.source] += part
 
 
 class Messages:
-    """The messages of one transfer: one flat buffer for each rank that this rank sends to or receives from.
+    """The messages of one transfer: construction packs and sends, `wait` receives.
 
     take: returns the part of this rank's tensor that a piece names, as the message carries it. like: a tensor with the
     leading sizes and the dtype of the parts. back: the messages of the transposed transfer.
@@ -156,46 +160,23 @@ class Messages:
         comm: Communicator,
         stream: Stream | None,
     ) -> None:
-        sends, receives = (plan.receives, plan.sends) if back else (plan.sends, plan.receives)
-        self._parts: list[tuple[BlockPart, Tensor]] = []
-        self._done: Event | None = None
-        if not sends and not receives:
+        self._packed: Packed | None = None
+        if not plan.sends and not plan.receives:
             return
-        lead = like.shape[: like.dim() - len(plan.source_shape)]
-        outgoing = [(_packed([take(piece) for piece in pieces], stream is not None), peer) for peer, pieces in sends]
-        incoming = []
-        for peer, pieces in receives:
-            sizes = [lead.numel() * math.prod(piece.shape) for piece in pieces]
-            buffer = like.new_empty(sum(sizes))
-            incoming.append((buffer, peer))
-            for piece, flat in zip(pieces, buffer.split_with_sizes(sizes), strict=True):
-                self._parts.append((piece, flat.view(*lead, *piece.shape)))
-        with comm.coalesce(stream=stream):
-            for buffer, peer in outgoing:
-                self._done = comm.send(buffer, peer)
-            for buffer, peer in incoming:
-                self._done = comm.recv(buffer, peer)
+        self._packed = packed = Packed.of(like, plan, back, comm, stream)
+        for piece, part in packed.outgoing:
+            part.copy_(take(piece))
+        self._done = packed.exchange.start()
 
-    def wait(self) -> list[tuple[BlockPart, Tensor]]:
-        """Wait for all messages, and return the received parts in the order of the ranks."""
-        if self._done is not None:
-            self._done.wait()
-        return self._parts
-
-
-def _packed(parts: list[Tensor], own: bool) -> Tensor:
-    """Return one flat contiguous tensor with the values of ``parts``.
-
-    own: in memory of its own, because the caller goes on while the message is under way. Otherwise it is the memory of
-    a single part, if that is contiguous.
-    """
-    if len(parts) == 1 and not own:
-        return parts[0].resolve_conj().resolve_neg().reshape(-1).contiguous()
-    sizes = [part.numel() for part in parts]
-    buffer = parts[0].new_empty(sum(sizes))
-    for part, flat in zip(parts, buffer.split_with_sizes(sizes), strict=True):
-        flat.view(part.shape).copy_(part)
-    return buffer
+    def wait(self, put: Callable[[BlockPart, Tensor], object]) -> None:
+        """Wait for all messages, and give the parts to ``put``, in the order of the ranks; it may not keep them."""
+        packed, self._packed = self._packed, None
+        if packed is None:
+            return
+        self._done.wait()
+        for piece, part in packed.incoming:
+            put(piece, part)
+        packed.free()
 
 
 def unfolded(part: Tensor, piece: BlockPart) -> Tensor:

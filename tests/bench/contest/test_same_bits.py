@@ -74,6 +74,7 @@ def test_a_file_of_other_settings_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)
 def test_the_command_goes_on_where_it_stopped(mpi_world, capsys, tmp_path, monkeypatch):
     from commengine import Communicator
 

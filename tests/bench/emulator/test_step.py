@@ -131,6 +131,7 @@ def test_every_layout_runs_and_a_second_run_takes_the_same_time(mpi_world, optio
 
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)
 def test_buckets_that_are_reduced_during_the_backward_save_time(mpi_world):
     from bench.emulator.step import cluster, run_steps
     from commengine import Communicator

@@ -29,7 +29,7 @@ CALLS = {
     "barrier": ((), (None, None, None, 0, ())),
     "send": ((ONE, 2), (ONE, None, 2, 12, (2,))),
     "recv": ((ONE, 3), (ONE, None, 3, 12, (3,))),
-    "sendrecv": ((ONE, 2, FOUR, 3), (ONE, None, 2, 12, (2, 3))),
+    "sendrecv": ((ONE, FOUR, 2, 3), (ONE, None, 2, 12, (2, 3))),
 }
 
 
@@ -93,7 +93,7 @@ def refused(*calls):
         (("send", (T, 1)), ("recv", (T, 1))),  # a swap in place
         (("recv", (T[:8], 1)), ("recv", (T[7:9], 1))),
         (("all_reduce", (T, "sum")), ("send", (T[39:], 1))),
-        (("sendrecv", (T[:4], 1, T[4:8], 1)), ("send", (T[6:], 1))),
+        (("sendrecv", (T[:4], T[4:8], 1, 1)), ("send", (T[6:], 1))),
         (("broadcast", (T, 0)), ("broadcast", (T, 1))),
         (("reduce", (T, 1, "sum")), ("send", (T, 1))),  # here the reduce writes nothing, on the root it does
         # A span that ends far away hides none that begins earlier.
@@ -136,7 +136,7 @@ def test_the_rule_for_blocks_is_exact():
             read, write = set(range(a, b)), set(range(c, d))
             kind = drawn.choice(["send", "recv", "all_reduce"] + ["sendrecv"] * (not read & write))
             if kind == "sendrecv":
-                calls.append((kind, (T[a:b], 1, T[c:d], 1)))
+                calls.append((kind, (T[a:b], T[c:d], 1, 1)))
             else:
                 calls.append((kind, (T[c:d], "sum" if kind == "all_reduce" else 1)))
                 read, write = (write, set()) if kind == "send" else (set(), write)

@@ -77,6 +77,7 @@ def test_the_end_of_a_stream_tells_a_failure_that_nobody_waited_for(mpi_world, m
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)
 def test_a_dropped_stream_warns_and_ends_its_thread_after_its_collectives(mpi_world):
     with Communicator(mpi_world, device="cpu") as comm, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -102,6 +103,7 @@ def test_a_dropped_stream_warns_and_ends_its_thread_after_its_collectives(mpi_wo
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)
 def test_messages_that_nobody_waits_for_may_be_in_a_dropped_stream(mpi_world):
     received = torch.zeros(4)
     with warnings.catch_warnings(record=True) as caught, Communicator(mpi_world, device="cpu") as comm:

@@ -4,8 +4,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ class ThreadRank:
     def extremes(self, numbers: list[int]) -> tuple[list[int], list[int]]:
         return numbers, numbers
 
-    @contextmanager
-    def coalesce(self, stream: Any = None):
-        yield
+    def exchange(self, sends: Any, receives: Any, *, stream: Any = None) -> Any:
+        def start() -> Any:
+            for tensor, peer in sends:
+                self.sent[peer] += 1
+                self._ranks[peer]._boxes[self.rank].put(tensor.clone())
+            for tensor, peer in receives:
+                tensor.copy_(self._boxes[peer].get(timeout=SECONDS))
+            return SimpleNamespace(wait=lambda: None)
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Any:
-        self.sent[peer] += 1
-        self._ranks[peer]._boxes[self.rank].put(tensor.clone())
-
-    def recv(self, tensor: torch.Tensor, peer: int) -> Any:
-        tensor.copy_(self._boxes[peer].get(timeout=SECONDS))
+        return SimpleNamespace(start=start)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         self._given = tensor.clone()
