@@ -4,7 +4,7 @@ from functools import partial
 
 from commengine.device.nccl import NcclWire
 from commengine.operations import OPERATIONS
-from commengine.operations.messages import EXCHANGE
+from commengine.operations.exchange import EXCHANGE
 
 WAYS = OPERATIONS | {"exchange": EXCHANGE}
 
