@@ -18,6 +18,7 @@ from .calls.dispatch import Dispatcher
 from .calls.message_stream import MessageStream
 from .calls.opening import open_group
 from .calls.routes import Routes
+from .calls.thread_stream import ThreadStream
 from .device.backends import Backend, NcclBackend, open_backend
 from .device.choice import DeviceLike
 from .device.staged import HostedBackend
@@ -226,7 +227,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         one would compare the call in shared memory, and the others would wait in MPI.
         """
         for stream in () if self._shared.segments else self._streams:
-            if not isinstance(stream, DeviceStream | MessageStream):  # messages never go through a window
+            if isinstance(stream, ThreadStream):  # messages never go through a window
                 stream.drain()
 
     @contextlib.contextmanager
@@ -320,17 +321,17 @@ class Communicator(OperationCalls, OwnsCommunicators):
                 if threaded:
                     transport = self._new_host(own, polling=True)
                     transport.open()
-                    stream = Stream(
+                    stream = ThreadStream(
                         name,
                         index,
                         transport,
+                        owner,
                         threaded=mpi.Query_thread() >= mpi.THREAD_MULTIPLE,
                         device_transport=backend.over(transport) if isinstance(backend, HostedBackend) else None,
                         release=own.Free,
-                        owner=owner,
                     )
                 else:
-                    stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), own.Free, owner=owner)
+                    stream = MessageStream(name, index, Routes(MpiWire(own, look=self._look())), owner, own.Free)
             self._streams.append(stream)
             self._made_streams = index
         return stream.lend()
@@ -340,8 +341,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         if self._calls.refusal is not None:
             stream.abandon()
         else:
-            if isinstance(stream, MessageStream):
-                stream.land()  # as in `_free`
+            stream.land()  # as in `_free`
             with self._making("close", f"close(stream {stream.index})"):
                 stream.finish()
         if isinstance(stream, DeviceStream) and self._watched is not None:
@@ -507,8 +507,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
         watched = self._watched
         untold: list[BaseException] = []
         for stream in self._streams:
-            if isinstance(stream, MessageStream):
-                stream.land()  # before the time of `close` counts: a report then names the message and its peer
+            stream.land()  # before the time of `close` counts: a report then names the message and its peer
         with self._calls.watching("close", "life"):
             if self.checked or (watched is not None and (watched.left or not watched.over)):
                 agree(self, self._comparing, "close")

@@ -8,25 +8,20 @@ collectives cannot match those of another stream.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any, Protocol, Self, TypeAlias
 
 from .errors import CollectiveError
-from .host.polling import LAND_SECONDS
 from .job_end import abort, is_child_of_rank, say
 from .mpi import load_mpi
 
 #: a `commengine.trace.CollectiveEvent`
 Record: TypeAlias = Any
-
-#: the number of traced collectives that a stream remembers for a caller that waits for all of them at once
-MOST_RECORDS = 1024
 
 #: seconds that a program which ends without close() waits for the collectives in its streams
 EXIT_SECONDS = 10.0
@@ -146,51 +141,28 @@ class Owner(Protocol):
     def _close_stream(self, stream: Stream) -> None: ...
 
 
-class Stream:
-    """An ordered queue of host collectives. Made by `Communicator.new_stream`, closed with its communicator.
+class Stream(ABC):
+    """An ordered queue of collectives. Made by `Communicator.new_stream`, closed with its communicator.
+
+    Its kinds are a thread (`commengine.calls.thread_stream`), messages (`commengine.calls.message_stream`) and a CUDA
+    stream (`commengine.device.stream`). None of them overrides what it inherits.
 
     name, index: the stream's name in errors and traces, and its number in its communicator, from 1.
     transport: runs the collectives, on an MPI communicator that belongs to the stream alone: its
         `commengine.calls.routes.Routes`, or NCCL's wire.
     device_transport: the same for device tensors, if MPI moves them.
-    release: frees the MPI communicator. Collective. owner: closes the stream for `close`, and is told when it is.
-    threaded: run the collectives on a worker thread. Without it (when MPI offers less than THREAD_MULTIPLE) each
-        collective runs when it is enqueued: the same order and the same results, but no overlap.
-
-    `record`, `wait_event` and `synchronize` are not collective; `close` is. An operation on a closed stream raises
-    CollectiveError.
+    threaded: whether a worker thread runs the collectives.
+    owner: closes the stream for `close`, and is told when it is.
     """
 
     def __init__(
-        self,
-        name: str,
-        index: int,
-        transport: Any,
-        *,
-        threaded: bool,
+        self, name: str, index: int, transport: Any, owner: Callable[[], Owner | None], *, threaded: bool = False,
         device_transport: Any = None,
-        release: Callable[[], object] | None = None,
-        owner: Callable[[], Owner | None] = lambda: None,
-    ) -> None:
-        self.name = name
-        self.index = index
-        self.threaded = threaded
-        self.transport = self._routes = transport
-        self.device_transport = device_transport
-        self._release, self._owner = release, owner
+    ) -> None:  # fmt: skip
+        self.name, self.index, self.threaded = name, index, threaded
+        self.transport, self.device_transport, self._owner = transport, device_transport, owner
         #: whether it takes no more collectives
         self.closed = False
-        self._failure: BaseException | None = None
-        self._current: Event | None = None  # what the worker runs
-        self._records: list[Record] = []  # traced collectives that nobody has waited for one by one
-        self._failed: list[Event] = []  # events that hand the failure to whoever waits for them
-        self._queue: SimpleQueue[tuple[Callable[[], None], Event] | None] = SimpleQueue()
-        self._worker: threading.Thread | None = None
-        if threaded:
-            # A daemon thread: a program that ends without close() must not hang on an idle worker.
-            self._worker = threading.Thread(target=self._serve, name=name, daemon=True)
-            self._worker.start()
-            ends_with_program(self)
 
     def lend(self) -> Self:
         """Return the stream for the program: an object of its own with the same state.
@@ -202,41 +174,6 @@ class Stream:
         lent.__dict__ = self.__dict__
         weakref.finalize(lent, _let_go, weakref.ref(self)).atexit = False
         return lent
-
-    def enqueue(
-        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
-    ) -> Work:
-        """Run ``call()`` after everything that is in the stream already. ``tensors`` live until the Work is waited for.
-
-        record: the traced collective, if there is one. about: what the call is, for a message.
-        """
-        work = Work(None, () if record is None else (record,), tensors)
-        work._about = about
-        if record is not None:
-            if len(self._records) >= MOST_RECORDS:
-                self._forget_waited()
-            self._records.append(record)
-        self._put(call, work)
-        return work
-
-    def record(self) -> Event:
-        """Return an event that is done when everything enqueued so far is done."""
-        self._forget_waited()
-        event = Event(None, tuple(self._records))
-        self._put(_nothing, event)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        """Let everything enqueued from now on start only when ``event`` is done; it may belong to another stream."""
-        self._put((event.group if isinstance(event, GroupedWork) else event)._follow, Event())
-
-    def synchronize(self) -> None:
-        """Block until the stream is empty. Raises the first failure in it."""
-        self.record().wait()
-
-    def drain(self) -> None:
-        """Block until the stream is empty. A failure stays with those who wait for its collectives."""
-        self.record()._reach()
 
     def __copy__(self) -> Stream:
         """Return the stream itself."""
@@ -255,134 +192,78 @@ class Stream:
         if not self.closed and owner is not None:
             owner._close_stream(self)
 
-    def finish(self) -> None:
-        """End the worker when it has done what is enqueued, and free what was made from MPI. Collective."""
-        if self._worker is not None:
-            self._queue.put(None)
-            self._worker.join()
-            self._worker = None
-        self.closed = True
-        self._routes.close()
-        if self._release is not None:
-            self._release()
+    @abstractmethod
+    def enqueue(
+        self, call: Callable[[], None], tensors: tuple[Any, ...] = (), record: Record | None = None, about: object = ""
+    ) -> Work:
+        """Run ``call()`` after everything that is in the stream already. ``tensors`` live until the Work is waited for.
 
+        record: the traced collective, if there is one. about: what the call is, for a message.
+        """
+
+    @abstractmethod
+    def record(self) -> Event:
+        """Return an event that is done when everything enqueued so far is done."""
+
+    @abstractmethod
+    def wait_event(self, event: Event) -> None:
+        """Let everything enqueued from now on start only when ``event`` is done; it may belong to another stream."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until the stream is empty. Raises the first failure in it."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until the stream is empty. A failure stays with those who wait for its collectives."""
+
+    @abstractmethod
+    def land(self) -> None:
+        """Wait, before the ranks close it together, for what a rank may have to wait for alone."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Finish what is enqueued, and free what was made from MPI or NCCL. Collective."""
+
+    @abstractmethod
     def stop(self, reason: str, *, between: bool = False) -> None:
         """Let nothing more begin, and tell the ranks that share memory with this one.
 
         A call that MPI carries now goes on: MPI reads and writes its tensors until the other ranks come. between: see
         `Flags.stop`.
         """
-        self._failure = self._failure or CollectiveError(reason)
-        self._routes.stop(reason, between=between)
 
+    @abstractmethod
     def abandon(self) -> None:
-        """End the worker after `stop`, and leave the MPI communicator to the end of MPI. Not collective."""
-        if self._worker is not None:
-            self._queue.put(None)
-            self._routes.wire.stop("the communicator is closed")
-            self._worker.join(EXIT_SECONDS)
-            self._worker = None
-        self.closed = True
-        self._routes.abandon()
+        """End after `stop`, and leave what was made from MPI to the end of MPI. Not collective."""
 
+    @abstractmethod
     def drop(self) -> None:
-        """End the worker when it has done what is enqueued; nobody can enqueue more. Waits for nothing."""
-        self.closed = True
-        self._queue.put(None)
+        """End when what is enqueued is done; nobody can enqueue more. Waits for nothing."""
 
+    @abstractmethod
     def end_with_program(self) -> None:
         """Finish what is enqueued, as long as a program that ends can wait for it."""
-        # Python ends the threads that are left when they ask for its lock, and a thread inside PyTorch then aborts the
-        # process. So the worker ends first.
-        if self._worker is None:
-            return
-        self._queue.put(None)
-        self._worker.join(EXIT_SECONDS)
-        current = self._current
-        late = None if current is None else str(current._about)
-        if late is not None:
-            self.stop("the program ended")
-            self._routes.wire.stop("the program ended")
-            self._worker.join(2 * LAND_SECONDS)
-        self._worker = None
-        self._end_job(late)
-
-    def _end_job(self, late: str | None) -> None:
-        """End the job with an error where a program ends and has left collectives in the stream.
-
-        late: what was not done in time; None: everything was.
-        """
-        problem = None
-        if late is not None:
-            problem = f"{late} is not done {EXIT_SECONDS:.0f} s after the end of the program: did every rank call it?"
-        elif (failure := self.untold_failure) is not None:
-            problem = f"a collective failed, and nobody waited for it: {failure}"
-        if problem is not None:
-            say(f"rank {load_mpi().COMM_WORLD.rank}: stream {self.name}: {problem}")
-            abort(1)
-
-    def _forget_waited(self) -> None:
-        unwaited = [record for record in self._records if record.wait_start is None]
-        self._records = unwaited[-MOST_RECORDS:]
 
     @property
-    def _stopped(self) -> str:
-        return f"stream {self.name} stopped at an earlier failure: {self._failure}"
-
-    @property
+    @abstractmethod
     def untold_failure(self) -> BaseException | None:
         """The stream's failure, unless somebody who waited was told about it."""
-        return None if not self._failed or any(event._told for event in self._failed) else self._failure
 
-    def _put(self, call: Callable[[], None], event: Event) -> None:
-        if self._worker is not None and self.closed:  # dropped: the worker does what it has, and ends
-            if isinstance(event, Work):
-                raise CollectiveError(f"stream {self.name} is closed")
-            self._worker.join()
-            self._run(call, event)
-        elif self._worker is not None:
-            self._queue.put((call, event))
-        elif self.threaded:
-            raise CollectiveError(f"stream {self.name} is closed")
-        else:
-            self._run(call, event)
-            if isinstance(event, Work):
-                for record in event._records:  # the caller waited for all of it
-                    record.wait_start, record.wait_end = record.enqueue, time.perf_counter()
 
-    def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._run(*item)
-            del item  # otherwise the last tensors would live until the next collective
+def end_job(stream: Stream, late: str | None) -> None:
+    """End the job with an error where a program ends and has left collectives in ``stream``.
 
-    def _run(self, call: Callable[[], None], event: Event) -> None:
-        self._current = event
-        try:
-            if self._failure is not None:
-                # After a failure the ranks may no longer be in step: run nothing more.
-                raise CollectiveError(self._stopped)
-            call()
-        except BaseException as error:  # handed to whoever waits
-            event._error = error
-            self._failed.append(event)
-            if self._failure is None:
-                self._failure = error
-                if not getattr(error, "on_all_ranks", False):
-                    self._tell(str(error))
-        finally:
-            self._current = None
-            event._about = ""  # it holds the tensors
-            event._point.open()
-
-    def _tell(self, reason: str) -> None:
-        """Tell the ranks that share memory: one that is in this call, or will be, must not wait for this rank.
-
-        Another error, such as of memory, must neither keep it from them nor end the worker, which others wait for.
-        """
-        for _ in range(3):
-            with contextlib.suppress(BaseException):
-                self._routes.stop(reason)
-                return
+    late: what was not done in time; None: everything was.
+    """
+    problem = None
+    if late is not None:
+        problem = f"{late} is not done {EXIT_SECONDS:.0f} s after the end of the program: did every rank call it?"
+    elif (failure := stream.untold_failure) is not None:
+        problem = f"a collective failed, and nobody waited for it: {failure}"
+    if problem is not None:
+        say(f"rank {load_mpi().COMM_WORLD.rank}: stream {stream.name}: {problem}")
+        abort(1)
 
 
 def _let_go(reference: weakref.ref[Stream]) -> None:
@@ -390,7 +271,7 @@ def _let_go(reference: weakref.ref[Stream]) -> None:
     stream = reference()
     if stream is None or stream.closed or is_child_of_rank():  # its communicator was dropped before, or closed it
         return
-    if stream.threaded:  # messages need nothing: one in flight keeps what was lent
+    if stream.threaded:  # the other kinds need nothing: what is in flight keeps what was lent
         stream.drop()
     problem = "close it, or its communicator: MPI's communicator of the stream stays until then"
     warnings.warn(f"stream {stream.name} was dropped and not closed; {problem}", ResourceWarning, stacklevel=2)
@@ -399,10 +280,6 @@ def _let_go(reference: weakref.ref[Stream]) -> None:
 def is_among(stream: object, streams: Sequence[Stream]) -> bool:
     """Whether ``stream`` is one of ``streams``, lent or not."""
     return isinstance(stream, Stream) and any(one.transport is stream.transport for one in streams)
-
-
-def _nothing() -> None:
-    pass
 
 
 #: the streams with work that a program may leave behind. A worker, and messages in flight, keep theirs alive

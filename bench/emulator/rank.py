@@ -22,6 +22,7 @@ from unittest.mock import patch
 from bench.emulator.device import EmulatedDevice
 from bench.emulator.schedules import MESSAGE
 from commengine import Communicator
+from commengine.calls.thread_stream import ThreadStream
 from commengine.operations.operation import Operation, Run
 from commengine.stream import Gate, Stream
 
@@ -89,10 +90,10 @@ class EmulatedRank:
         main.time = max(world.mpi.allgather(self.now()))
         self._tell(0, main.time)
         world.mpi.Barrier()  # no rank goes on before the hub can know that all of them run
-        put, block, opening = Stream._put, Gate.synchronize, Gate.open
+        put, block, opening = ThreadStream._put, Gate.synchronize, Gate.open
         try:
             with (
-                patch.object(Stream, "_put", lambda stream, call, event: self._enqueue(put, stream, call, event)),
+                patch.object(ThreadStream, "_put", lambda stream, call, event: self._enqueue(put, stream, call, event)),
                 patch.object(Gate, "synchronize", lambda gate: self._wait(gate, block)),
                 patch.object(Gate, "open", lambda gate: self._finish(gate, opening)),
                 self.device,

@@ -109,8 +109,8 @@ class KnownCalls:
             return False
         return self._run(name, form, output, input, output_rows, input_rows)
 
-    def exchange(self, flight: PreparedFlight, written: tuple[Tensor, ...]) -> None:
-        """Run prepared messages. written: the tensors that they fill."""
+    def exchange(self, flight: PreparedFlight, written: tuple[Tensor, ...]) -> bool:
+        """Run prepared messages. written: the tensors that they fill. Returns True."""
         member = self._member
         if member.busy:
             member.refuse_second("exchange")
@@ -120,6 +120,7 @@ class KnownCalls:
             if written:
                 mark_written(written)
             member.busy = False
+            return True
         except BaseException as error:
             member.failed("exchange", error)
 

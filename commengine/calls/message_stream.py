@@ -17,7 +17,7 @@ from commengine.job_end import is_child_of_rank
 from commengine.mpi import load_mpi
 from commengine.operations.exchange import Flight, MessageOperation
 from commengine.operations.operation import Call
-from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Stream, Work, ends_with_program
+from commengine.stream import EXIT_SECONDS, Event, GroupedWork, Owner, Stream, Work, end_job, ends_with_program
 from commengine.timeout.entries import Entry
 from commengine.trace import CollectiveEvent
 
@@ -124,8 +124,13 @@ class MessageStream(Stream):
     A message of another length is an error of its own Work, and the stream goes on: MPI has the later messages already.
     """
 
-    def __init__(self, name: str, index: int, transport: Routes, release: Callable[[], object], **owner: Any) -> None:
-        super().__init__(name, index, transport, threaded=False, release=release, **owner)
+    def __init__(
+        self, name: str, index: int, transport: Routes, owner: Callable[[], Owner | None], release: Callable[[], object]
+    ) -> None:
+        super().__init__(name, index, transport, owner)
+        self._release = release
+        self._failure: BaseException | None = None
+        self._failed: list[MessageWork] = []
         self._in_flight: deque[MessageWork] = deque()
         ends_with_program(self)
 
@@ -134,7 +139,7 @@ class MessageStream(Stream):
         if self.closed:
             return f"stream {self.name} is closed"
         if self._failure is not None:
-            return self._stopped
+            return f"stream {self.name} stopped at an earlier failure: {self._failure}"
         if not isinstance(call.operation, MessageOperation):
             return f"stream {self.name} takes messages only (send, recv, sendrecv): see new_stream(threaded=False)"
         if call.tensor is not None and not call.tensor.is_cpu:
@@ -179,6 +184,19 @@ class MessageStream(Stream):
         self._check_open()
         (event.group if isinstance(event, GroupedWork) else event)._follow()
 
+    def synchronize(self) -> None:
+        """Block until all messages are over. Raises the first failure."""
+        self.record().wait()
+
+    def drain(self) -> None:
+        """Block until all messages are over. A failure stays with those who wait for its messages."""
+        self.record()._reach()
+
+    def stop(self, reason: str, *, between: bool = False) -> None:
+        """Take no more messages, and tell the ranks that share memory with this one."""
+        self._failure = self._failure or CollectiveError(reason)
+        self.transport.stop(reason, between=between)
+
     def land(self) -> None:
         """Wait for all messages, unless the stream is closed or MPI has ended.
 
@@ -191,7 +209,9 @@ class MessageStream(Stream):
         """Wait for all messages, take no more, and free what was made from MPI. Collective."""
         self.land()
         self._in_flight.clear()
-        super().finish()
+        self.closed = True
+        self.transport.close()
+        self._release()
 
     @property
     def untold_failure(self) -> BaseException | None:
@@ -201,7 +221,8 @@ class MessageStream(Stream):
     def abandon(self) -> None:
         """Take no more messages after `stop`, and keep the tensors of those that MPI still has. Not collective."""
         self.drop()
-        super().abandon()
+        self.closed = True
+        self.transport.abandon()
 
     def drop(self) -> None:
         """Keep the tensors of the messages that MPI still has."""
@@ -217,7 +238,7 @@ class MessageStream(Stream):
         end, last = time.monotonic() + EXIT_SECONDS, self.record()
         while not last.done() and time.monotonic() < end:
             time.sleep(1e-3)
-        self._end_job(next((str(work._about) for work in self._in_flight if not work.done()), None))
+        end_job(self, next((str(work._about) for work in self._in_flight if not work.done()), None))
 
     def _forget_done(self) -> None:
         """Let go of the oldest messages that are over, also if nobody waits for them."""

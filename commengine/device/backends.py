@@ -107,7 +107,7 @@ class NcclBackend:
         """
         cuda_stream = self.runtime.cuda.Stream(self.device, priority)
         wire = NcclWire.open(self.runtime, comm, self.device, cuda_stream)
-        return DeviceStream(name, index, wire, cuda_stream, owner=owner)
+        return DeviceStream(name, index, wire, cuda_stream, owner)
 
     def close(self) -> None:
         """End the NCCL communicator. Collective."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commengine.stream import Event, GroupedWork, Stream, Work
+from commengine.stream import Event, GroupedWork, Owner, Stream, Work
 
 if TYPE_CHECKING:
     from commengine.trace import CollectiveEvent
@@ -71,8 +71,10 @@ class DeviceStream(Stream):
     on ``cuda_stream``.
     """
 
-    def __init__(self, name: str, index: int, transport: NcclWire, cuda_stream: Any, **owner: Any) -> None:
-        super().__init__(name, index, transport, threaded=False, device_transport=transport, **owner)
+    def __init__(
+        self, name: str, index: int, transport: NcclWire, cuda_stream: Any, owner: Callable[[], Owner | None]
+    ) -> None:
+        super().__init__(name, index, transport, owner, device_transport=transport)
         self.cuda_stream = cuda_stream
         self._cuda = transport.runtime.cuda
         self._in_flight: deque[DeviceWork] = deque()
@@ -119,6 +121,21 @@ class DeviceStream(Stream):
         """Block the host until the stream is empty."""
         self.cuda_stream.synchronize()
         self._forget_done()
+
+    def drain(self) -> None:
+        """Block the host until the stream is empty."""
+        self.synchronize()
+
+    def land(self) -> None:
+        """Do nothing: NCCL waits in `finish`."""
+
+    def end_with_program(self) -> None:
+        """Do nothing: NCCL's communicator ends itself."""
+
+    @property
+    def untold_failure(self) -> None:
+        """None: the watcher asks NCCL."""
+        return None
 
     def finish(self) -> None:
         """Finish what is enqueued, then end the NCCL communicator. Collective."""

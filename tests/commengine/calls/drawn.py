@@ -41,7 +41,8 @@ MEMORY = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all
           "window all_gather_v", "stream all_reduce", "stream window all_reduce", "worker all_reduce",
           "checked all_reduce")  # fmt: skip
 MPI_S = ("mpi all_reduce", "mpi all_gather", "mpi all_to_all", "mpi bf16 all_reduce", "mpi gather", "mpi reduce",
-         "sendrecv", "block sendrecv", "message sendrecv", "stream mpi all_reduce", "mpi all_to_all_v")  # fmt: skip
+         "sendrecv", "block sendrecv", "message sendrecv", "stream mpi all_reduce", "mpi all_to_all_v",
+         "exchange", "message exchange", "stream exchange")  # fmt: skip
 ERRORS = ("KeyboardInterrupt", "RuntimeError", "MemoryError", "OSError", "Exception of MPI", "Left")
 CALLS, ELEMENTS = 6, (64, 5000, 300_000)
 
@@ -71,7 +72,8 @@ def draw(seed: int, number: int, size: int, gentle: bool = False) -> dict:
 
 
 #: the functions in which a call begins and ends, and that for the end of a block
-RUNS, BLOCKS = {"dispatch.py run", "known_calls.py _run"}, {"dispatch.py _run_block"}
+RUNS = {"dispatch.py run", "known_calls.py _run", "known_calls.py exchange"}
+BLOCKS = {"dispatch.py _run_block"}
 
 
 class Moment:
@@ -140,6 +142,9 @@ class Calls:
             self.stream = comm.new_stream()
         elif "message" in words:
             self.stream = comm.new_stream(threaded=False)
+        if self.name == "exchange":
+            to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+            self.made = comm.exchange([(self.one, to)], [(self.other[:n], source)], stream=self.stream)
 
     def value(self, call: int, rank: int) -> int:
         return rank + 1 + 10 * call
@@ -159,6 +164,8 @@ class Calls:
                     comm.send(self.one, to), comm.recv(self.other[: self.one.numel()], source)
                 return
             work = comm.sendrecv(self.one, to, self.other[: self.one.numel()], source, **along)
+        elif self.name == "exchange":
+            work = self.made.start()
         elif self.name in ("all_reduce", "broadcast"):
             work = getattr(comm, self.name)(self.one, *([root] if self.name == "broadcast" else []), **along)
         elif self.name == "reduce":
@@ -188,7 +195,7 @@ class Calls:
             return True
         elif self.name == "broadcast":
             want, got = torch.full((n,), values[call % size]), self.one
-        elif self.name == "sendrecv":
+        elif self.name in ("sendrecv", "exchange"):
             want, got = torch.full((n,), values[self.rank - 1]), self.other[:n]
         elif self.name == "reduce_scatter":
             want, got = torch.full((n,), sum(values)), self.other[:n]

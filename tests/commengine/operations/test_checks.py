@@ -270,6 +270,7 @@ def test_errors_are_exceptions_although_the_callers_handler_is_fatal(mpi_world):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)  # which rank MPI tells
 @pytest.mark.parametrize("operation", ["broadcast", "gather", "reduce_scatter"])
 def test_sizes_that_differ_are_named_where_mpi_tells(mpi_world, operation):
     """Nothing is compared in advance. MPICH ends the job by itself in collectives that send and receive at once."""
