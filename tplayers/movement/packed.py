@@ -43,7 +43,6 @@ class Packed:
             self.outgoing, sent = _buffers(sends, lead, like)
             self.incoming, received = _buffers(receives, lead, like)
         self.exchange = comm.exchange(sent, received, stream=stream)
-        self.used = 0
 
     @classmethod
     def of(cls, like: Tensor, plan: TransferPlan, back: bool, comm: Communicator, stream: Stream | None) -> Packed:
@@ -59,14 +58,14 @@ class Packed:
 
     def free(self) -> None:
         """Say that nobody uses the buffers any more."""
-        if self._kept is not None:
+        if self._kept is not None and not self._kept.gone:
             self._kept.append(self)
 
 
 class _Kept(list[Packed]):
-    """Sets of one key that nobody uses. used: by one of the last transfers."""
+    """Sets of one key that nobody uses. used: by one of the last transfers. gone: nobody can find them any more."""
 
-    used = True
+    used, gone = True, False
 
 
 class _Sets(dict[tuple[object, ...], _Kept]):
@@ -81,6 +80,8 @@ class _Sets(dict[tuple[object, ...], _Kept]):
             for old, kept in list(self.items()):
                 if not kept.used:
                     del self[old]
+                    kept.gone = True
+                    kept.clear()  # a set refers to its list
                 kept.used = False
         found = self.get(key)
         if found is None:
