@@ -19,7 +19,7 @@ COLLECTIVES = (
     "all_reduce", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter", "all_gather", "all_gather", "broadcast",
     "gather", "scatter", "all_to_all", "all_to_all_v", "all_to_all_v", "all_gather_v", "barrier",
 )  # fmt: skip
-MESSAGES = ("sendrecv", "send and recv", "one message")
+MESSAGES = ("sendrecv", "send and recv", "one message", "exchange", "exchange twice")
 #: elements of the float32 tensor of calls that differ: so many go through memory where a table says so
 LARGE = 1 << 21
 
@@ -148,6 +148,14 @@ class Calls:
                 comm.send(a.given(), to)
                 return comm.recv(b.given(), source)
 
+        def prepared(stream: Any) -> Any:
+            exchange = comm.exchange([(a.given(), to)], [(b.given(), source)], stream=stream)
+            if name == "exchange twice" and not small:
+                exchange.start().wait()
+            return exchange.start()
+
+        if name.startswith("exchange"):
+            return made(prepared, a, b)
         if name == "sendrecv" or small:  # blocks do not nest
             return made(lambda stream: comm.sendrecv(a.given(), to, b.given(), source, stream=stream), a, b)
         return made(both, a, b)
