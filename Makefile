@@ -236,7 +236,7 @@ $(STAMP): pyproject.toml constraints.txt
 		"(on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -z "$(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))" || rm -rf $(VENV)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),grep -v '^torch==' constraints.txt >$(VENV)/constraints.txt,cp constraints.txt $(VENV))
+	@$(if $(TORCH),grep -vE '^(torch|sympy|networkx)==' constraints.txt >$(VENV)/constraints.txt,cp constraints.txt $(VENV))
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable \
 		'.[$(MPI:intel=intelmpi),test,lint]' $(if $(TORCH),'torch==$(TORCH).*')
 	@touch $@

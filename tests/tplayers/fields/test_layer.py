@@ -149,7 +149,7 @@ def test_other_parameters_or_buffers_on_one_rank_raise_on_all(grid, kind):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2)
+@pytest.mark.sizes(2, only=True)
 @pytest.mark.parametrize("knows", [0, 1])
 def test_a_layer_that_is_new_to_one_rank_alone_is_an_error_on_both(mpi_world, knows):
     with Communicator(mpi_world, device="cpu", timeout=20) as world:

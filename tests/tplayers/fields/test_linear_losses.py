@@ -11,7 +11,7 @@ import tplayers
 from commengine import CartesianGrid, Communicator, Decomposition
 from tests.support.fields.comparison import close, cut, draw, joined
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2), pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, only=True), pytest.mark.slow]
 
 F64 = torch.float64
 POINTS = (9, 5)
