@@ -11,6 +11,7 @@ PACKAGES = ("commengine", "tplayers", "trainers")
 #: the modules without a test file of their own: the files that test them
 TESTED_BY = {
     "commengine/calls/opening.py": ["commengine/test_communicator_life.py"],
+    "commengine/calls/thread_stream.py": ["commengine/test_stream.py"],
     "commengine/copies.py": ["trainers/checks/test_replicas.py", "tplayers/fields/test_layer.py"],
     "commengine/device/clock.py": ["commengine/device/test_backends.py"],
     "commengine/device/kernel.py": ["tplayers/test_rng_dropout.py"],

@@ -31,7 +31,7 @@ DECAY = 0.98  # of a lengthened notice, after every call for which no rank was l
 MOST_NOTICE = 16.0  # times the first
 
 
-class Exchange(Protocol):
+class Numbers(Protocol):
     """The two exchanges of numbers that an agreement needs. Both are collective over the group."""
 
     def largest(self, mine: float) -> float:
@@ -88,7 +88,7 @@ class AgreedStart:
     def __init__(
         self,
         clock: Clock,
-        exchange: Exchange,
+        exchange: Numbers,
         read: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:

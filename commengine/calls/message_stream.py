@@ -128,7 +128,7 @@ class MessageStream(Stream):
         self, name: str, index: int, transport: Routes, owner: Callable[[], Owner | None], release: Callable[[], object]
     ) -> None:
         super().__init__(name, index, transport, owner)
-        self._release = release
+        self._free = release
         self._failure: BaseException | None = None
         self._failed: list[MessageWork] = []
         self._in_flight: deque[MessageWork] = deque()
@@ -211,7 +211,7 @@ class MessageStream(Stream):
         self._in_flight.clear()
         self.closed = True
         self.transport.close()
-        self._release()
+        self._free()
 
     @property
     def untold_failure(self) -> BaseException | None:

@@ -35,7 +35,7 @@ class ThreadStream(Stream):
         device_transport: Any, release: Callable[[], object],
     ) -> None:  # fmt: skip
         super().__init__(name, index, transport, owner, threaded=threaded, device_transport=device_transport)
-        self._routes, self._release = transport, release
+        self._routes, self._free = transport, release
         self._failure: BaseException | None = None
         self._current: Event | None = None  # what the worker runs
         self._records: list[Record] = []  # traced collectives that nobody has waited for one by one
@@ -91,7 +91,7 @@ class ThreadStream(Stream):
             self._worker = None
         self.closed = True
         self._routes.close()
-        self._release()
+        self._free()
 
     def stop(self, reason: str, *, between: bool = False) -> None:
         """Let nothing more begin, and tell the ranks that share memory with this one.

@@ -133,7 +133,7 @@ def test_stable_hash_tells_its_parts_apart():
 
 LAYERS = {
     "column": (lambda c: ColumnParallelLinear(4, 6, c), "out_features=6", [1, 2, 3, 6]),
-    "column of blocks": (lambda c: ColumnParallelLinear(4, 18, c, blocks=3), "out_features=6", [1, 2, 3, 6]),
+    "column of blocks": (lambda c: ColumnParallelLinear(4, 18, c, blocks=3), "out_features / 3=6", [1, 2, 3, 6]),
     "row": (lambda c: RowParallelLinear(6, 4, c), "in_features=6", [1, 2, 3, 6]),
     "embedding": (lambda c: VocabParallelEmbedding(10, 4, c), "num_embeddings=10", [1, 2, 5, 10]),
     "attention": (lambda c: SelfAttention(12, 6, c), "num_attention_heads=6", [1, 2, 3, 6]),

@@ -31,7 +31,7 @@ OPS = {
 
 
 class DistExchange:
-    """See bench.timing.starting.Exchange."""
+    """See bench.timing.starting.Numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._number = torch.zeros(1, dtype=torch.float64, device=device)

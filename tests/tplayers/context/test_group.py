@@ -283,6 +283,7 @@ def test_under_autocast(world, alone, method, dropout):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(2, only=True)
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6: dynamo hides the error's words")
 def test_a_graph_refuses(world, alone):
     layer = SelfAttention(8, 2, alone.comm, context=ContextGroup(world))
     tplayers.initialize(layer, 5)

@@ -22,6 +22,7 @@ S = 1024
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6: grouped queries have no fused kernel")
 @pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_bytes_kept(group, alone, method):
     """Without dropout all of them have the fused kernel."""

@@ -7,7 +7,7 @@ from commengine import CartesianGrid, CollectiveError, CollectiveMismatch, Commu
 from tplayers.movement.halo import flip, halo_accumulate, halo_exchange, roll, shift
 from tplayers.movement.operators import repartition
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, only=True), pytest.mark.timeout(60)]
 
 BLOCKS = Decomposition(((4, 4),)), Decomposition(((3, 5),))
 
