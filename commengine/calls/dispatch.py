@@ -191,6 +191,8 @@ class Dispatcher:
                     self._host.run(operation, args)
                 elif self._hosted is None:
                     operation.by_nccl(self._nccl, *args)
+                    if self._known is not None:
+                        self._known.learn(operation, args, self._nccl)
                 else:
                     self._hosted.run(operation, args, self._hosted.ready())
                 operation.mark(args, self.rank)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
 from commengine.operations.checks import TensorLike
 from commengine.operations.exchange import PreparedFlight
-from commengine.operations.operation import mark_written
+from commengine.operations.operation import Operation, mark_written
 from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker
-from .routes import Form, Routes
+from .routes import MOST_FORMS, Form, Routes
 
 
 class BusyMember(Speaker, Protocol):
@@ -36,20 +37,34 @@ class BusyMember(Speaker, Protocol):
 
 
 class KnownCalls:
-    """The calls of one communicator without a stream, on host tensors.
+    """The calls of one communicator without a stream.
 
     member: the group; its ``busy`` is set while one of these calls is under way.
     """
 
     def __init__(self, member: BusyMember, routes: Routes) -> None:
         self._member, self._forms = member, routes.known
-        self._ranks = routes.wire.size
+        self._ranks, self._rank = routes.wire.size, routes.wire.rank
+        self._on_device: dict[tuple[Any, ...], Form] = {}
+        self._device: object = None
+
+    def learn(self, operation: Operation, args: tuple[Any, ...], wire: Any) -> None:
+        """Keep the form of a call on device tensors, which NCCL has taken."""
+        if len(self._on_device) >= MOST_FORMS:
+            self._on_device.clear()
+        form = None if operation.uneven else Form.of(operation, args, partial(operation.by_nccl, wire), self._rank)
+        if form is not None:
+            self._device = args[operation.tensors[0]].device
+            self._on_device[operation.form(args)] = form
 
     def single(self, name: str, tensor: TensorLike, how: object) -> bool:
         """Run an operation on one tensor if its form is known. Returns whether. how: the reduction or the root."""
         try:
-            form = self._forms.get((name, tensor.shape, tensor.dtype, how))
-            if form is None or not (tensor.is_cpu and tensor.is_contiguous() and tensor.data_ptr()) or tensor.is_neg():
+            on_host = tensor.is_cpu
+            form = (self._forms if on_host else self._on_device).get((name, tensor.shape, tensor.dtype, how))
+            if form is None or not (tensor.is_contiguous() and tensor.data_ptr()) or tensor.is_neg():
+                return False
+            if not on_host and tensor.device != self._device:
                 return False
         except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
             return False
@@ -58,8 +73,11 @@ class KnownCalls:
     def pair(self, name: str, output: TensorLike, input: TensorLike, *how: object) -> bool:
         """Run an operation on two tensors if its form is known. Returns whether. how: its other arguments."""
         try:
-            form = self._forms.get((name, output.shape, output.dtype, input.shape, input.dtype, *how))
-            if form is None or not (output.is_cpu and input.is_cpu):
+            on_host, key = output.is_cpu, (name, output.shape, output.dtype, input.shape, input.dtype, *how)
+            form = (self._forms if on_host else self._on_device).get(key)
+            if form is None or input.is_cpu is not on_host:
+                return False
+            if not on_host and not output.device == input.device == self._device:
                 return False
             if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
                 return False

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from commengine.host.switch_points import SwitchPoints, kind_of
 from commengine.host.wire import MpiWire
@@ -46,6 +45,22 @@ class Form(NamedTuple):
     second: int
     own: int | None
     written: int | None
+
+    @classmethod
+    def of(cls, operation: Operation, args: tuple[Any, ...], run: Run, rank: int) -> Form | None:
+        """Return the form of a call that has been checked; None if each call of it must be."""
+        tensors = [args[place] for place in operation.tensors]
+        if not tensors or any(one is None or one.is_complex() for one in tensors):
+            return None
+        written = operation.written(args, rank)
+        place = next((place for place in operation.tensors if any(args[place] is one for one in written)), None)
+        if operation.uneven:
+            return cls(run, 0, 0, None, place)
+        if not all(one.nbytes for one in tensors):
+            return None
+        rows_of_output = operation.in_place and operation.whole == "output"
+        own = rank * tensors[-1].nbytes if rows_of_output else None
+        return cls(run, tensors[0].nbytes, tensors[-1].nbytes, own, place)
 
 
 class Routes:
@@ -78,16 +93,8 @@ class Routes:
                 self._runs.clear()
                 self.known.clear()
             run = self._runs[form] = self._prepare(operation, args)
-            tensors, written = [args[place] for place in operation.tensors], operation.written(args, self.wire.rank)
-            marked = [place for place in operation.tensors if any(args[place] is one for one in written)]
-            place = marked[0] if marked else None
-            if operation.uneven:
-                if not tensors[0].is_complex():
-                    self.known[form] = Form(run, 0, 0, None, place)
-            elif tensors and all(isinstance(one, Tensor) and one.nbytes and not one.is_complex() for one in tensors):
-                rows_of_output = operation.in_place and operation.whole == "output"
-                own = self.wire.rank * tensors[-1].nbytes if rows_of_output else None
-                self.known[form] = Form(run, tensors[0].nbytes, tensors[-1].nbytes, own, place)
+            if (known := Form.of(operation, args, run, self.wire.rank)) is not None:
+                self.known[form] = known
         return run
 
     def open(self) -> SequenceMemory | None:

@@ -498,3 +498,28 @@ def test_staged_tensors_have_the_hosts_result(patches, mpi_world, count):
             comm.all_reduce(device)
             comm.all_reduce(host.neg_())
             assert torch.equal(device.as_subclass(torch.Tensor), host)
+
+
+def test_a_known_call_on_a_device_skips_the_checks(patches, mpi_world, monkeypatch):
+    with opened(patches, mpi_world) as comm:
+        size = comm.size
+        tensors = [on_device(torch.full((5,), float(comm.rank + turn))) for turn in range(2)]
+        parts = [on_device(torch.full((2,), float(comm.rank + turn))) for turn in range(2)]
+        wholes = [on_device(torch.zeros(2 * size)) for _ in range(2)]
+        comm.all_reduce(tensors[0])
+        comm.all_gather(wholes[0], parts[0])
+        version = tensors[1]._version
+        with monkeypatch.context() as patched:
+            patched.setattr(comm._calls, "run", lambda *_: pytest.fail("this call takes the long way"))
+            comm.all_reduce(tensors[1])
+            comm.all_gather(wholes[1], parts[1])
+        comm.cuda.current_stream().synchronize()
+        ranks = torch.arange(size, dtype=torch.float32)
+        for turn in range(2):
+            assert torch.equal(torch.tensor(tensors[turn].tolist()), torch.full((5,), float((ranks + turn).sum())))
+            assert torch.equal(torch.tensor(wholes[turn].tolist()), (ranks + turn).repeat_interleave(2))
+        assert tensors[1]._version > version
+        with pytest.raises(CollectiveError, match="not contiguous"):
+            comm.all_reduce(on_device(torch.ones(10))[::2])
+        with pytest.raises(CollectiveError, match="share memory|with dim 0 times"):
+            comm.all_gather(wholes[0], wholes[0][1:3])

@@ -233,7 +233,7 @@ def test_exchanges_around_the_ring(transport, shape):
     right, left = (rank + 1) % size, (rank - 1) % size
     for dtype in (torch.float32, torch.int16, torch.bool):
         received, sent = torch.zeros(shape, dtype=dtype), given(dtype, shape, rank)
-        transport.sendrecv(sent, right, received, left)
+        transport.sendrecv(sent, received, right, left)
         transport.synchronize()
         assert torch.equal(received, given(dtype, shape, left))
 
@@ -344,7 +344,7 @@ def test_every_version_of_nccl_sums_sends_and_ends(mpi_world, version):
     total = sent.clone()
     transport.all_reduce(total, "max")
     after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    transport.sendrecv(sent, after, received, before)
+    transport.sendrecv(sent, received, after, before)
     transport.synchronize()
     assert (total.item(), received.item()) == (transport.size - 1, before)
     transport.all_reduce(total, "sum")  # is left: an abort waits for nobody
