@@ -31,7 +31,7 @@ from .host.wire import MpiWire, Order
 from .job_end import is_child_of_rank
 from .mpi import OwnsCommunicators, load_mpi, making_communicators, ranks_in
 from .operations import OperationCalls
-from .operations.checks import INT_MAX, is_c_int
+from .operations.checks import INT_MAX, checked_tensor, is_c_int
 from .shared_memory.windows import SharedTensors
 from .stream import Stream
 from .timeout.entries import WatchedGroup
@@ -201,10 +201,10 @@ class Communicator(OperationCalls, OwnsCommunicators):
         ranks, or if there is too little memory to share.
 
         Collective; the same shape and dtype on every rank. The first call waits for the group's host streams. Making
-        the memory takes about as long as filling it, and counts against the timeout. The memory lives until `close`,
-        and as long as a tensor on some rank still refers to it then. A tensor at an address that is no multiple of its
-        itemsize counts as private. Raises CollectiveError on every rank if torch makes no such tensor or no collective
-        takes it, and CollectiveMismatch if the ranks differ.
+        the memory takes about as long as filling it, and counts against the timeout. The memory lives until `free` or
+        `close`, and as long as a tensor on some rank still refers to it then. A tensor at an address that is no
+        multiple of its itemsize counts as private. Raises CollectiveError on every rank if torch makes no such tensor
+        or no collective takes it, and CollectiveMismatch if the ranks differ.
         """
         self._live_mpi()
         asked, problem = "empty", None
@@ -216,17 +216,39 @@ class Communicator(OperationCalls, OwnsCommunicators):
             asked = f"empty({str(like.dtype).removeprefix('torch.')} {list(like.shape)})"
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        self._drain_streams()
+        if not self._shared.segments:
+            self._drain_streams()
         with self._making("empty", asked, problem):
             return self._shared.empty(shape, dtype)
 
+    def free(self, tensor: Tensor) -> None:
+        """Give back the window in which ``tensor`` lies, which `empty` returned. Collective, with that tensor's parts.
+
+        From then on the tensor is a private one. The system has the memory again when no rank has a tensor in it any
+        more. It is no matter of the garbage collector, because all ranks must forget a window at the same moment: they
+        would take different routes. A tensor in private memory is left as it is. It waits for the group's host streams.
+        Raises CollectiveMismatch on every rank if the ranks give tensors in different windows, and CollectiveError if a
+        rank gives no dense, contiguous tensor.
+        """
+        self._live_mpi()
+        number, problem = None, None
+        try:
+            number = self._shared.window_of(checked_tensor(self, "free", tensor))
+        except CollectiveError as error:
+            problem = str(error).partition("free: ")[2]
+        self._drain_streams()
+        asked = "free(private memory)" if number is None else f"free(window {number})"
+        with self._making("free", asked, problem):
+            if number is not None:
+                self._shared.free(number)
+
     def _drain_streams(self) -> None:
-        """Let the host streams finish before the group's first window is made.
+        """Let the host streams finish before the group's windows come or go.
 
         Otherwise the ranks would differ in whether a collective in flight finds that there are windows. Those that find
         one would compare the call in shared memory, and the others would wait in MPI.
         """
-        for stream in () if self._shared.segments else self._streams:
+        for stream in self._streams:
             if isinstance(stream, ThreadStream):  # messages never go through a window
                 stream.drain()
 

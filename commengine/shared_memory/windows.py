@@ -53,7 +53,9 @@ class SharedTensors:
         #: whether the ranks have looked for `node`
         self.looked = comm.size == 1
         self._memory: NodeMemory | None = None
-        self.segments: list[SharedSegment] = []
+        #: the windows by their numbers
+        self.segments: dict[int, SharedSegment] = {}
+        self._made = 0
         #: where each segment begins and ends, ascending, and the numbers of the segments in that order. The two are
         #: swapped as one, because the worker of a stream reads them while the caller makes a window
         self._where: tuple[Sequence[int], Sequence[int]] = ((), ())
@@ -111,9 +113,25 @@ class SharedTensors:
         bounds, numbers = map(list, self._where)
         at = bisect.bisect(bounds, segment.address)
         bounds[at:at] = segment.address, segment.address + segment.nbytes
-        numbers.insert(at // 2, len(self.segments))
-        self.segments.append(segment)
+        numbers.insert(at // 2, self._made)
+        self.segments[self._made] = segment
+        self._made += 1
         self._where = bounds, numbers
+
+    def window_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the window in which ``tensor`` lies, or None."""
+        bounds, numbers = self._where
+        before = bisect.bisect(bounds, tensor.data_ptr())
+        return numbers[before // 2] if before % 2 else None
+
+    def free(self, number: int) -> None:
+        """Let go of a window: its tensors are private from now on. No collective may be under way."""
+        bounds, numbers = map(list, self._where)
+        at = numbers.index(number)
+        del numbers[at], bounds[2 * at : 2 * at + 2]
+        self._where = bounds, numbers
+        self._found = {key: place for key, place in self._found.items() if place.number >> 48 != number}
+        del self.segments[number]
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a window."""

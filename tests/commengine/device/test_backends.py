@@ -521,5 +521,5 @@ def test_a_known_call_on_a_device_skips_the_checks(patches, mpi_world, monkeypat
         assert tensors[1]._version > version
         with pytest.raises(CollectiveError, match="not contiguous"):
             comm.all_reduce(on_device(torch.ones(10))[::2])
-        with pytest.raises(CollectiveError, match="share memory|with dim 0 times"):
+        with pytest.raises(CollectiveError, match=r"share memory|with dim 0 times"):
             comm.all_gather(wholes[0], wholes[0][1:3])

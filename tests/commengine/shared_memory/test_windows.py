@@ -303,16 +303,16 @@ def test_addresses_between_two_elements(mpi_world, points):
             assert whole[:start].eq(7).all() and whole[end:].eq(7).all(), about
 
 
-class Watching(list):
+class Watching(dict):
     """The windows of a communicator: while one is added, another thread looks for a tensor."""
 
     def __init__(self, shared, tensors):
         super().__init__(shared.segments)
         self.shared, self.tensors, self.found = shared, tensors, []
 
-    def __len__(self):  # asked where the place of the new one is noted
+    def __setitem__(self, number, segment):  # while the place of the new one is noted
         self.found += [self.shared.find(tensor).number for tensor in self.tensors]
-        return super().__len__()
+        super().__setitem__(number, segment)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -326,3 +326,41 @@ def test_a_window_is_found_while_another_one_is_added(mpi_world):
         shared._add(SimpleNamespace(address=min(tensor.data_ptr() for tensor in tensors) - 8192, nbytes=4096))
         assert watching.found == numbers
         assert [shared.find(tensor).number for tensor in tensors] == numbers
+
+
+def mapped():
+    """The bytes of shared memory that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split(" ", 1)[0].split("-") for line in lines if NAMELESS in line or "/dev/shm" in line)
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_window_that_is_freed_is_given_back(mpi_world):
+    with Communicator(mpi_world, device="cpu", switch_points=ALWAYS) as comm:
+        kept = comm.empty((1000,))
+        comm.all_reduce(kept.fill_(1))
+        stream, before = comm.new_stream(), mapped()
+        for turn in range(20):
+            tensor = comm.empty((1 << 20,))
+            work = comm.all_reduce(tensor.fill_(turn), stream=stream)
+            comm.free(tensor[5:9])
+            assert tensor[-1] == turn * comm.size  # the stream was waited for
+            work.wait()
+            comm.all_reduce(tensor)  # a private one now
+            assert tensor[0] == turn * comm.size**2
+            comm.all_reduce(kept)
+            del tensor, work
+        gc.collect()
+        assert mapped() == before and len(comm._shared.segments) == 1
+        assert kept[7] == float(comm.size) ** 21
+        comm.free(torch.ones(3))
+        comm.free(kept)
+        comm.all_reduce(kept.fill_(2))
+        assert kept[0] == 2 * comm.size and not comm._shared.segments
+        one, other = comm.empty((8,)), comm.empty((8,))
+        with pytest.raises(CollectiveMismatch, match=r"free\(window 2[12]\)"):
+            comm.free(one if comm.rank else other)
+        with pytest.raises(CollectiveError, match=r"free: .*not contiguous"):
+            comm.free(one[::2] if comm.rank else one)
+        comm.free(one), comm.free(other)
