@@ -154,6 +154,7 @@ def test_a_block_of_one_rank_that_is_none_is_an_error_on_every_rank(world, wrong
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, only=True)
 def test_ranks_that_differ_are_told_so(world):
     with pytest.raises(CollectiveMismatch, match=r"rank 0 asked for .*shape=\[2\].*rank 1 asked for .*shape=\[1, 2\]"):
         CartesianGrid(world, (2,) if world.rank == 0 else (1, 2))

@@ -18,6 +18,8 @@ def pretend(torch: Any) -> None:
     torch.version.cuda = "13.0"
     torch.cuda.is_available = lambda: GPUS > 0
     torch.cuda.device_count = lambda: GPUS
+    if hasattr(torch, "accelerator"):  # AdamW of torch 2.14 would use it where it is available
+        torch.accelerator.current_accelerator = lambda check_available=False: None
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(
         name="pretended", uuid=f"GPU-{index}", total_memory=8 << 30, major=9, minor=0, multi_processor_count=100
     )
