@@ -45,7 +45,6 @@ TESTED_BY = {
     "commengine/operations/uneven/two_levels.py": ["commengine/shared_memory/test_sequence.py"],
     "commengine/operations/messages.py": ["commengine/test_communicator_p2p.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
-    "commengine/timeout/arrival.py": ["commengine/test_communicator_life.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],
     "commengine/timeout/report.py": ["commengine/timeout/test_watcher.py"],
     "tplayers/checks.py": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,20 +12,49 @@ from commengine.errors import CollectiveError, TransferError
 from commengine.host.polling import PollingCalls
 from commengine.host.switch_points import SwitchPoints, agreed, checked_digest
 from commengine.host.wire import ORDERS
-from commengine.job_end import is_child_of_rank
+from commengine.job_end import abort, end_waiting_launcher, is_child_of_rank, say
 from commengine.mpi import load_mpi, making_communicators
 from commengine.startup.tasks import say_if_alone
-from commengine.timeout.arrival import Arrival
-from commengine.timeout.watcher import Watch, check_timeout
+from commengine.timeout.watcher import EXIT_CODE, LINGER_SECONDS, UNSEEN_SECONDS, Watch, check_timeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+#: seconds by which a rank may have come later than the first one that reports, and still report, too
+LATER_SECONDS = 10.0
 
 
 class _Caller(NamedTuple):
     rank: int
     size: int
     name: str
+
+
+class _Deadline:
+    """The timeout of a constructor, which begins before the ranks have a watcher. A rank calls `look` while it waits.
+
+    It sends nothing: a receive of the caller's could take a message on the caller's communicator. So the ranks that
+    have come report, and those that do not are missing.
+    """
+
+    def __init__(self, name: str, timeout: float | None) -> None:
+        self._name, self._timeout = name, timeout
+        self._began = self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Print the report and end the job if this rank has run out of time."""
+        last, self._looked = self._looked, time.monotonic()
+        if self._looked - last > UNSEEN_SECONDS:  # this process was suspended, perhaps the whole job
+            self._began += self._looked - last
+        waited, limit = self._looked - self._began, self._timeout
+        if limit is not None and waited > limit:
+            where = f"[rank {load_mpi().COMM_WORLD.rank}] Communicator #1 of group {self._name!r}"
+            words = f"is not done after {waited:.1f} s (timeout {limit:g} s)"
+            say(f"{where} {words}\nmissing: the ranks that do not report this")
+            time.sleep(max(LINGER_SECONDS, min(limit, LATER_SECONDS)))
+            end_waiting_launcher()
+            abort(EXIT_CODE)
 
 
 def open_group(
@@ -57,7 +87,7 @@ def open_group(
         except Exception as error:  # of any type that the argument's own class raises: the other ranks must hear of it
             problem = problem or f"{argument}: {type(error).__name__}: {error}"
     limit: float | None = accepted.get("timeout")
-    calls = PollingCalls(mpi_comm, Arrival(mpi_comm, "Communicator", name, limit).look)
+    calls = PollingCalls(mpi_comm, _Deadline(name, limit).look)
     words = "\n".join(["Communicator", *(f"{argument}={value}" for argument, value in accepted.items())])
     agree(_Caller(mpi_comm.rank, mpi_comm.size, name), calls, words, problem)
     points = agreed(calls, mpi_comm.rank, given["switch_points"])
