@@ -34,38 +34,84 @@ def out_of_time(entry: Entry, timeout: float) -> str:
     return f"{entry.operation} #{entry.number} of group {entry.group.name!r}{entry.about} is not done {waited}"
 
 
-def missing_ranks(entry: Entry, root_rank: int, told: Mapping[int, dict[str, Any]]) -> list[str]:
+def where(entry: Entry) -> list[Any]:
+    """Return where the rank of ``entry`` waits, as JSON types. The peers of a message are ranks of the root."""
+    peers = [entry.group.ranks[member] for member in entry.peers]
+    return [entry.group.key, entry.sequence, entry.number, entry.operation, peers]
+
+
+class Answers:
+    """What all ranks that answered have said of themselves. It tells each of them who is missing where it waits.
+
+    said: by rank of the root communicator: how far it is (``sequences``), with which ranks it exchanges messages of
+    each group (``peers``), and where it waits (``waits``). size: of the root communicator.
+    """
+
+    def __init__(self, said: Mapping[int, dict[str, Any]], size: int) -> None:
+        self._said = said
+        self._silent = _stretches(rank for rank in range(size) if rank not in said)
+        self._started: dict[str, list[tuple[int, int, str]]] = {}
+        for rank in sorted(said):
+            for sequence, (number, operation) in said[rank]["sequences"].items():
+                self._started.setdefault(sequence, []).append((rank, number, operation))
+        self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def about(self, rank: int) -> dict[str, Any]:
+        """Return where ``rank`` waits, and by what is said of them the stretches of ranks; "": they have come there.
+
+        A rank of which nothing is said has made no call there.
+        """
+        waits = self._said[rank]["waits"]
+        if waits is None:
+            return {}
+        key, sequence, number, operation, peers = waits
+        place = key, sequence, number, operation, rank if peers else None
+        if place not in self._found:
+            why: dict[str, list[int]] = {}
+            for other in (other for other in peers if other in self._said):
+                met = rank in self._said[other]["peers"].get(key, ())
+                why.setdefault("" if met else "it neither sends to this rank nor receives from it", []).append(other)
+            for other, last, its in () if peers else self._started.get(f"{key} {sequence}", ()):
+                behind = f"its last there is {its} #{last}" if last < number else ""
+                elsewhere = f"it is in {its} #{last} instead" if last == number and its != operation else ""
+                why.setdefault(behind or elsewhere, []).append(other)
+            ranks = {text: _stretches(others) for text, others in why.items()}
+            self._found[place] = {"waits": waits, "ranks": ranks | {"it does not answer": self._silent}}
+        return self._found[place]
+
+
+def _stretches(ranks: Iterable[int]) -> list[list[int]]:
+    """Return growing ``ranks`` as stretches of neighbours: each stretch's first rank, and the first one after it."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank:
+            found[-1][1] = rank + 1
+        else:
+            found.append([rank, rank + 1])
+    return found
+
+
+def missing_ranks(entry: Entry, root_rank: int, ranks: Mapping[str, list[list[int]]]) -> list[str]:
     """Name the ranks that have not come to ``entry``, as ``rank R, OPERATION #K`` and how far that rank is.
 
-    root_rank: this rank in the root communicator. told: the messages of the other ranks, by their rank there.
+    root_rank: this rank in the root communicator. ranks: of `Answers.about`.
     """
-    group, found = entry.group, []
+    group = entry.group
+    why = {rank: text for text, found in ranks.items() for first, end in found for rank in range(first, end)}
+    told = {member: why.get(group.ranks[member], "it has made no call there") for member in _others(entry, root_rank)}
     what = f"{entry.operation} #{entry.number}"
-    for member in entry.peers or range(len(group.ranks)):
-        other, rank = group.ranks[member], group.world_ranks[member]
-        if other == root_rank:
-            continue
-        said = told.get(other)
-        if said is None:
-            found.append(f"rank {rank}, {what} (it does not answer)")
-        elif entry.peers:
-            if group.ranks.index(root_rank) not in said["peers"].get(group.key, ()):
-                found.append(f"rank {rank}, {what} (it neither sends to this rank nor receives from it)")
-        else:
-            number, operation = said["sequences"].get(f"{group.key} {entry.sequence}", (0, ""))
-            if number < entry.number:
-                last = f"its last there is {operation} #{number}" if number else "it has made no call there"
-                found.append(f"rank {rank}, {what} ({last})")
-            elif number == entry.number and operation != entry.operation:
-                found.append(f"rank {rank}, {what} (it is in {operation} #{number} instead)")
-    return found
+    return [f"rank {group.world_ranks[member]}, {what} ({text})" for member, text in told.items() if text]
+
+
+def _others(entry: Entry, root_rank: int) -> list[int]:
+    """The members that ``entry`` is exchanged with, without the rank ``root_rank`` of the root communicator."""
+    members = entry.peers or range(len(entry.group.ranks))
+    return [member for member in members if entry.group.ranks[member] != root_rank]
 
 
 def suspects(entry: Entry, root_rank: int) -> list[str]:
     """Name the ranks that ``entry`` exchanges messages with, after a crash in it: at least one of them may be dead."""
-    group = entry.group
-    members = entry.peers or range(len(group.ranks))
-    others = [group.world_ranks[member] for member in members if group.ranks[member] != root_rank]
+    others = [entry.group.world_ranks[member] for member in _others(entry, root_rank)]
     what = f"{entry.operation} #{entry.number}"
     if len(others) == 1:
         return [f"rank {others[0]}, {what} (the crash was in this call)"]

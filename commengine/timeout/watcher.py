@@ -2,9 +2,13 @@
 
 Every rank remembers its last collectives, and its watcher looks at those that run, ten times a second. Shortly before
 one of them runs out of time, its rank asks all ranks of the root communicator how far they are, on an MPI communicator
-of the watchers' own. A rank that has not started that collective, or does not answer, is missing. At the deadline each
-rank that can still speak prints its report, tells the ranks that answered, and the job ends. A rank whose last message
-has not been received gets no other: MPICH over UCX crashes at the second send to a rank that died.
+of the watchers' own, and each answers that rank. A rank that has not started that collective, or does not answer, is
+missing. At the deadline the rank that asked prints its report, and tells each rank that answered who is missing where
+that rank waits; these print theirs, and the job ends. A rank that was asked does not ask for itself meanwhile, and the
+ranks ask in turns (`turn_of`), so the number of messages grows with the number of ranks and not with its square.
+
+A rank whose last message has not been received gets no other: MPICH over UCX crashes at the second send to a rank that
+died.
 
 The watcher is a thread, which also answers while its rank computes or waits inside MPI. If MPI offers less than
 THREAD_MULTIPLE there is no thread: a rank then watches while it waits for a collective, and `CollectiveTimeout` is
@@ -16,12 +20,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commengine.errors import CollectiveError, CollectiveTimeout
@@ -31,7 +36,7 @@ from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .crash import CrashReport
 from .entries import Entry, WatchedGroup
-from .report import missing_ranks, out_of_time, suspects, write_report
+from .report import Answers, missing_ranks, out_of_time, suspects, where, write_report
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,8 +47,8 @@ TICK_SECONDS = 0.1
 #: seconds from the question how far the other ranks are to the deadline; a quarter of the timeout if that is shorter
 ASK_SECONDS = 1.0
 
-#: what a rank has told so many seconds ago need not be asked again
-FRESH_SECONDS = 2 * TICK_SECONDS
+#: seconds that the ranks of a turn have to ask, and to be heard, before those of the next turn ask
+TURN_SECONDS = 2 * TICK_SECONDS
 
 #: a process that has not looked for so many seconds was suspended
 UNSEEN_SECONDS = 1.0
@@ -90,16 +95,22 @@ class Watch:
         self._rank: int = comm.rank
         self._world_ranks = world_ranks_of(comm)
         self._groups: dict[str, WatchedGroup] = {}
-        self._told: dict[int, dict[str, Any]] = {}  # the last message of each rank: how far it is, and when it came
+        self._told: dict[int, dict[str, Any]] = {}  # by rank: its answer, how far it is
         self._unasked: set[int] = set()  # the ranks that are still to be asked, after their last message is received
-        self._reachable: list[int] = []  # the ranks that are told that this one has run out of time
+        self._unanswered: set[int] = set()  # the ranks that have asked and are still to be answered
         self._asked_for: Entry | None = None  # the collective that the other ranks were asked about
         self._asked_at = 0.0
+        self._heard = -math.inf  # when the last question came
+        self._alarmed = math.inf  # when the first alarm was heard
+        self._over: dict[str, Any] | None = None  # the message of a rank that has run out of time
+        self._farewells: dict[int, dict[str, Any]] = {}  # by rank: what it is told when this one ends the job
         self._sent: dict[int, tuple[Any, bytes]] = {}  # by rank: its message that it has not received yet
-        self._telling: int | None = None  # the rank to which a message is being sent
+        self._telling: tuple[int, float] | None = None  # the rank to which a message is being sent, since when
         self._looked = 0.0
         self._last = False  # every rank closes this watcher, and asks no more unless the end of the job is decided
         self._before = min(ASK_SECONDS, timeout / 4)
+        self._patience = self._before + 2 * TURN_SECONDS  # from another rank's question to this rank's own
+        self._turn = TURN_SECONDS * turn_of(self._rank, comm.size)
         self._ending = threading.Event()
         #: whether a thread looks. Without it the rank itself looks while it waits
         self.threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
@@ -142,6 +153,7 @@ class Watch:
         sleep_until_all(self._comm, SLEEP_SECONDS, self.look)
         self._stop()
         self._last, self._asked_for = True, None
+        self._unanswered.clear()
         self._leave()
         self._forget_all(left=False)
         self._comm.Free()
@@ -203,14 +215,14 @@ class Watch:
             except CollectiveTimeout as timeout:
                 self._end(timeout)
             except Exception as error:  # of MPI, for example: a rank must not go on without its watcher
-                say(self._report(None, f"the watcher of collectives failed: {error!r}"))
+                say(self._report(f"the watcher of collectives failed: {error!r}"))
                 abort(1)
 
     def _end(self, timeout: CollectiveTimeout) -> NoReturn:
         """Print the report and end the job."""
         say(str(timeout))  # before all else: whatever calls MPI now may crash
         with contextlib.suppress(Exception):
-            self._tell(_OVER, self._reachable)
+            self._send(self._farewells)
         time.sleep(LINGER_SECONDS)
         end_waiting_launcher()
         abort(EXIT_CODE)
@@ -221,35 +233,51 @@ class Watch:
             try:
                 self._look()
             except CollectiveTimeout:
-                self._tell(_OVER, self._reachable)
+                self._send(self._farewells)
                 raise
 
     def _look(self) -> None:
         """Answer the other ranks, then see whether a collective of this rank has run out of time."""
         last, self._looked = self._looked, time.monotonic()
         now = self._looked
-        over = self._listen()
+        self._listen()
         self._update_running(last, now)
-        for alarm in [alarm for group in list(self._groups.values()) for alarm in list(group.alarms)]:
-            if (problem := alarm()) is not None:
-                self._reachable = list(range(self._comm.size))
-                raise CollectiveTimeout(self._report(None, problem))
-        oldest = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
+        self._hear_alarms(now)
+        oldest = self._oldest()
+        over, self._over = self._over, None
         if over is not None:
-            raise CollectiveTimeout(self._report(oldest, f"rank {over} has run out of time"))
+            raise CollectiveTimeout(self._report_told(oldest, over))
         if oldest is None:
             return
         left = oldest.started + self.timeout - now
-        if left < (0 if self._last else self._before):
-            if self._asked_for is not oldest:
-                self._asked_for, self._asked_at = oldest, now
-                self._unasked = set(range(self._comm.size))
-                # A rank that asked this one just now has told enough; a message to it may be on its way.
-                self._told = {rank: said for rank, said in self._told.items() if now - said["heard"] < FRESH_SECONDS}
-            self._unasked -= self._tell(_LAST if self._last else _ASKED, self._unasked)
+        if self._asked_for is not oldest:
+            if left > (0 if self._last else self._before) - self._turn or now - self._heard < self._patience:
+                return
+            self._asked_for, self._asked_at, self._told = oldest, now, {}
+            self._unasked = set(range(self._comm.size)) - {self._rank}
+        question = {"kind": _LAST if self._last else _ASKED}
+        self._unasked -= self._send(dict.fromkeys(self._unasked, question))
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
-            self._reachable = list(self._told)
-            raise CollectiveTimeout(self._report(oldest))
+            answers = Answers(self._told | {self._rank: self._said()}, self._comm.size)
+            self._farewells = {rank: self._farewell(answers.about(rank)) for rank in self._told}
+            raise CollectiveTimeout(self._report_told(oldest, answers.about(self._rank)))
+
+    def _hear_alarms(self, now: float) -> None:
+        """Raise CollectiveTimeout if something outside of the collectives has failed, and it is this rank's turn."""
+        alarms = [alarm for group in list(self._groups.values()) for alarm in list(group.alarms)]
+        problem = next((problem for alarm in alarms if (problem := alarm()) is not None), None)
+        if problem is None:
+            return
+        self._alarmed = min(self._alarmed, now)
+        if self._over is not None:
+            raise CollectiveTimeout(self._report(problem))
+        if now - self._alarmed >= self._turn:
+            everybody = range(self._comm.size)
+            self._farewells = {rank: self._farewell({}) for rank in everybody if rank != self._rank}
+            raise CollectiveTimeout(self._report(problem))
+
+    def _oldest(self) -> Entry | None:
+        return min(list(self.running.values()), key=lambda entry: entry.started, default=None)
 
     def _update_running(self, last: float, now: float) -> None:
         """End what the device has finished. If this process was suspended, do not count that time."""
@@ -262,64 +290,77 @@ class Watch:
 
     # Telling --------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> int | None:
-        """Read the messages of the other ranks, and answer. Returns the world rank of one that ran out of time."""
+    def _listen(self) -> None:
+        """Read the messages of the other ranks, and answer those that ask."""
         mpi = load_mpi()
-        over, asked, status = None, False, mpi.Status()
+        status = mpi.Status()
         while self._comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
             buffer = bytearray(status.Get_count(mpi.BYTE))
-            self._comm.Recv([buffer, mpi.BYTE], status.Get_source(), status.Get_tag())
+            source = status.Get_source()
+            self._comm.Recv([buffer, mpi.BYTE], source, status.Get_tag())
             message = json.loads(buffer)
-            self._told[status.Get_source()] = message | {"heard": self._looked}
-            asked |= message["kind"] == _LAST or (message["kind"] == _ASKED and not self._last)
-            if message["kind"] == _OVER:
-                over = int(message["world_rank"])
-        if asked:
-            self._tell(_TOLD, range(self._comm.size))
-        return over
+            if message["kind"] == _TOLD:
+                self._told[source] = message
+            elif message["kind"] == _OVER:
+                self._over = message
+            elif message["kind"] == _LAST or not self._last:
+                self._unanswered.add(source)
+                self._heard = self._looked
+        if self._unanswered:
+            self._unanswered -= self._send(dict.fromkeys(self._unanswered, self._said()))
 
-    def _tell(self, kind: str, ranks: Iterable[int]) -> set[int]:
-        """Send ``ranks`` how far this rank is: in each sequence, and with which peers it exchanges messages.
-
-        A rank that has not received this rank's last message gets none. Returns the ranks that need no other.
-        """
-        mpi = load_mpi()
+    def _said(self) -> dict[str, Any]:
+        """Return how far this rank is in each sequence, with which peers it exchanges messages, and where it waits."""
         groups = list(self._groups.values())
         sequences = {f"{group.key} {name}": last for group in groups for name, last in list(group.started.items())}
         peers: dict[str, list[int]] = {}
         for entry in list(self.running.values()):
-            peers.setdefault(entry.group.key, []).extend(entry.peers)
-        said = {"kind": kind, "world_rank": self._world_ranks[self._rank], "sequences": sequences, "peers": peers}
-        message = json.dumps(said).encode()
-        self._forget_received()
-        reached = {self._rank}
-        for rank in ranks:
-            if rank != self._rank and rank not in self._sent:
-                self._telling = rank
-                stuck = threading.Timer(STUCK_SECONDS, self._end_stuck)
-                stuck.daemon = True
-                stuck.start()
-                self._sent[rank] = self._comm.Issend([message, mpi.BYTE], rank), message
-                stuck.cancel()
-                reached.add(rank)
-        self._telling = None
-        return reached
+            peers.setdefault(entry.group.key, []).extend(entry.group.ranks[peer] for peer in entry.peers)
+        oldest = self._oldest()
+        waits = None if oldest is None else where(oldest)
+        return {"kind": _TOLD, "sequences": sequences, "peers": peers, "waits": waits}
 
-    def _end_stuck(self) -> None:
-        """Report and end this process without a call of MPI: a message of the watcher does not return."""
-        say(self._report_without_mpi("the watcher's question to another rank does not return", "the question is to it"))
-        time.sleep(FORWARD_SECONDS)
-        os._exit(EXIT_CODE)
+    def _farewell(self, missing: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": _OVER, "world_rank": self._world_ranks[self._rank], **missing}
+
+    def _send(self, messages: Mapping[int, dict[str, Any]]) -> set[int]:
+        """Send each rank its message, unless it has not received the last one. Returns the ranks that were sent one."""
+        self._forget_received()
+        ranks = [rank for rank in messages if rank not in self._sent]
+        if ranks:
+            done = threading.Event()
+            threading.Thread(target=self._end_if_stuck, args=(done,), name="commengine send", daemon=True).start()
+            try:
+                for rank in ranks:
+                    message = json.dumps(messages[rank]).encode()
+                    self._telling = rank, time.monotonic()
+                    self._sent[rank] = self._comm.Issend([message, load_mpi().BYTE], rank), message
+            finally:
+                self._telling = None
+                done.set()
+        return set(ranks)
+
+    def _end_if_stuck(self, done: threading.Event) -> None:
+        """Until the messages are sent: report and end this process, without MPI, if one of them does not return."""
+        while not done.wait(TICK_SECONDS):
+            telling = self._telling
+            if telling is not None and time.monotonic() - telling[1] > STUCK_SECONDS:
+                problem = "the watcher's question to another rank does not return"
+                say(self._report_without_mpi(problem, "the question is to it"))
+                time.sleep(FORWARD_SECONDS)
+                os._exit(EXIT_CODE)
 
     def _forget_received(self) -> None:
         self._sent = {rank: sent for rank, sent in self._sent.items() if not sent[0].Test()}
 
-    def _report(self, entry: Entry | None, problem: str = "") -> str:
-        """Return the report about ``entry``, the collective that waits, or about another ``problem``."""
-        missing = None
-        if entry is not None:
-            problem, missing = out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, self._told)
+    def _report(self, problem: str, missing: list[str] | None = None) -> str:
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
+
+    def _report_told(self, entry: Entry | None, told: Mapping[str, Any]) -> str:
+        """Return the report about ``entry``, in which this rank waits, with what `Answers.about` has ``told`` of it."""
+        if entry is not None and told.get("waits") == where(entry):
+            return self._report(out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, told["ranks"]))
+        return self._report(f"rank {told['world_rank']} has run out of time")
 
     def _report_without_mpi(self, problem: str, why: str) -> str:
         """Return the report without a call of MPI: a thread that crashed or hangs may hold MPI's lock.
@@ -327,12 +368,21 @@ class Watch:
         why: what is said of the rank to which this watcher is sending.
         """
         missing = None
-        entry = min(list(self.running.values()), key=lambda entry: entry.started, default=None)
+        entry = self._oldest()
         if self._telling is not None:
-            missing = [f"rank {self._world_ranks[self._telling]} ({why})"]
+            missing = [f"rank {self._world_ranks[self._telling[0]]} ({why})"]
         elif entry is not None:
             missing = suspects(entry, self._rank)
-        return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
+        return self._report(problem, missing)
+
+
+def turn_of(rank: int, size: int) -> int:
+    """Return how many turns a rank leaves to others before it asks for all: in turn t about 4^t of ``size`` ranks do.
+
+    So one rank asks, or a few. Neighbours have different turns: where the ranks of a node are gone, others ask early.
+    """
+    place = (rank * 0x9E3779B1 % 2**32) * size >> 32  # Fibonacci hashing
+    return (place.bit_length() + 1) // 2
 
 
 def check_timeout(timeout: Any) -> float | None:
