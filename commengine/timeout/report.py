@@ -11,6 +11,9 @@ from .entries import Entry
 #: missing ranks that a report names one by one
 NAMED = 16
 
+#: what is said of a rank of which nothing else is known
+NO_CALL = "it has made no call there"
+
 
 def write_report(world_rank: int, problem: str, missing: list[str] | None, entries: Iterable[Entry]) -> str:
     """Return the report of the rank ``world_rank``.
@@ -98,22 +101,7 @@ def missing_ranks(entry: Entry, root_rank: int, ranks: Mapping[str, list[list[in
     """
     group = entry.group
     why = {rank: text for text, found in ranks.items() for first, end in found for rank in range(first, end)}
-    told = {member: why.get(group.ranks[member], "it has made no call there") for member in _others(entry, root_rank)}
     what = f"{entry.operation} #{entry.number}"
-    return [f"rank {group.world_ranks[member]}, {what} ({text})" for member, text in told.items() if text]
-
-
-def _others(entry: Entry, root_rank: int) -> list[int]:
-    """The members that ``entry`` is exchanged with, without the rank ``root_rank`` of the root communicator."""
-    members = entry.peers or range(len(entry.group.ranks))
-    return [member for member in members if entry.group.ranks[member] != root_rank]
-
-
-def suspects(entry: Entry, root_rank: int) -> list[str]:
-    """Name the ranks that ``entry`` exchanges messages with, after a crash in it: at least one of them may be dead."""
-    others = [entry.group.world_ranks[member] for member in _others(entry, root_rank)]
-    what = f"{entry.operation} #{entry.number}"
-    if len(others) == 1:
-        return [f"rank {others[0]}, {what} (the crash was in this call)"]
-    shown = ", ".join(map(str, others[:NAMED])) + (" ..." if len(others) > NAMED else "")
-    return [f"perhaps one of ranks {shown}, {what} (the crash was in this call)"] if others else []
+    others = [member for member in entry.peers or range(len(group.ranks)) if group.ranks[member] != root_rank]
+    told = [(group.world_ranks[member], why.get(group.ranks[member], NO_CALL)) for member in others]
+    return [f"rank {rank}, {what} ({text})" for rank, text in told if text]

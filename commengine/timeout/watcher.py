@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -34,9 +35,8 @@ from commengine.host.polling import SLEEP_SECONDS
 from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, is_child_of_rank, say
 from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
-from .crash import CrashReport
 from .entries import Entry, WatchedGroup
-from .report import Answers, missing_ranks, out_of_time, suspects, where, write_report
+from .report import Answers, missing_ranks, out_of_time, where, write_report
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,10 +115,9 @@ class Watch:
         #: whether a thread looks. Without it the rank itself looks while it waits
         self.threaded: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._thread: threading.Thread | None = None
-        self._crash: CrashReport | None = None
+        if not faulthandler.is_enabled():  # MPI may crash this rank because another one died: say in which call it was
+            faulthandler.enable(2)
         if self.threaded:
-            why = "the crash was in a message to it"
-            self._crash = CrashReport(lambda problem: self._report_without_mpi(problem, why))
             self._thread = threading.Thread(target=self._serve, name="commengine watch", daemon=True)
             self._thread.start()
             if not _watches:
@@ -175,8 +174,6 @@ class Watch:
             group.over, group.left = True, left
         self.running.clear()
         _watches.discard(self)
-        if self._crash is not None:
-            self._crash.close()
 
     def _leave(self) -> None:
         """Wait until every rank has received all messages. Every rank is in `close`.
@@ -345,8 +342,8 @@ class Watch:
         while not done.wait(TICK_SECONDS):
             telling = self._telling
             if telling is not None and time.monotonic() - telling[1] > STUCK_SECONDS:
-                problem = "the watcher's question to another rank does not return"
-                say(self._report_without_mpi(problem, "the question is to it"))
+                missing = [f"rank {self._world_ranks[telling[0]]} (the question is to it)"]
+                say(self._report("the watcher's question to another rank does not return", missing))
                 time.sleep(FORWARD_SECONDS)
                 os._exit(EXIT_CODE)
 
@@ -361,19 +358,6 @@ class Watch:
         if entry is not None and told.get("waits") == where(entry):
             return self._report(out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, told["ranks"]))
         return self._report(f"rank {told['world_rank']} has run out of time")
-
-    def _report_without_mpi(self, problem: str, why: str) -> str:
-        """Return the report without a call of MPI: a thread that crashed or hangs may hold MPI's lock.
-
-        why: what is said of the rank to which this watcher is sending.
-        """
-        missing = None
-        entry = self._oldest()
-        if self._telling is not None:
-            missing = [f"rank {self._world_ranks[self._telling[0]]} ({why})"]
-        elif entry is not None:
-            missing = suspects(entry, self._rank)
-        return self._report(problem, missing)
 
 
 def turn_of(rank: int, size: int) -> int:

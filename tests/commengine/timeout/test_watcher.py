@@ -313,6 +313,40 @@ for late in (1.55, 1.6, 1.65):
     assert done.returncode == 0 and done.stderr == "", (done.stdout, done.stderr)
 
 
+def test_a_crash_shows_the_call_and_the_line_of_the_program(job):
+    """A crash in C code of the main thread, as in a call of MPI."""
+    done, _ = job(
+        """
+import threading
+timed = Communicator(world.mpi, timeout=20)
+if world.rank == 1:
+    threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGSEGV)).start()
+    timed.barrier()
+time.sleep(30)
+""",
+    )
+    assert done.returncode not in (0, 1, EXIT_CODE), done
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert re.search(r" in barrier\n  File .*program.py\", line \d+ in main\n", done.stderr), done.stderr
+
+
+@pytest.mark.long
+def test_a_crash_is_written_where_the_program_wants_it(job, tmp_path):
+    """Also one that holds Python's lock."""
+    done, seconds = job(
+        f"""
+import ctypes, faulthandler
+file = open({str(tmp_path / "stacks")!r}, "w")
+faulthandler.enable(file)
+timed = Communicator(world.mpi, timeout=20)
+getattr(ctypes.PyDLL(None), "raise")(signal.SIGILL)
+""",
+        n=1,
+    )
+    assert done.returncode != 0 and seconds < 15 and "Fatal Python error" not in done.stderr, done
+    assert "Fatal Python error: Illegal instruction" in (tmp_path / "stacks").read_text()
+
+
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("timeout", [0, -1, "2", float("nan")])
 def test_a_timeout_that_is_no_time_is_refused(mpi_world, timeout):
