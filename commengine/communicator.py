@@ -64,7 +64,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
         call raises `CollectiveTimeout` (`commengine.timeout.watcher`).
     transport: how device tensors travel. "nccl"; "staged": by MPI, through pinned host memory.
     switch_points: the sizes from which on host collectives go through a node's shared memory, the same table on every
-        rank; None: the table that was measured on a processor of the same maker as rank 0's.
+        rank; None: the table that was measured on a processor of the same maker as rank 0's. A table serves up to twice
+        as many ranks on a node as it was measured with; beyond, MPI carries all.
 
     Every rank of ``mpi_comm`` must construct it, and later `close` it: both are collective. The ranks compare the
     arguments: if they differ, every rank raises `CollectiveMismatch`, and if one rank's are wrong, every rank raises

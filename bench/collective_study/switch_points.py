@@ -56,7 +56,9 @@ SERIES = [("all_reduce", "full"), ("all_reduce", "half"), ("reduce_scatter", "fu
 DTYPES = {"full": torch.float32, "half": torch.bfloat16}
 
 BY_MPI = SwitchPoints({})
-BY_MEMORY = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+BY_MEMORY = SwitchPoints(
+    {Key(name, kind, 2**n): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS for n in range(1, 12)}
+)
 
 #: a size in a state of the machine: "bytes", "state", "calls", and the seconds by each way
 Cell = dict[str, Any]

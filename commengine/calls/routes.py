@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commengine.host.switch_points import SwitchPoints, kind_of
+from commengine.host.switch_points import Point, SwitchPoints, kind_of
 from commengine.host.wire import MpiWire
 from commengine.operations.operation import Operation, Run
 from commengine.operations.uneven.rows import UnevenOperation
@@ -213,11 +213,11 @@ class Routes:
 
     def _ways(self, operation: Operation, nbytes: int, dtype: torch.dtype) -> _Ways:
         """Return the ways of calls of ``nbytes``. Collective, because the first one makes the memory."""
-        memory = self.open()
-        if memory is None:
+        node = None if self._shared is None else self._shared.node
+        point = Point() if node is None else self._points.point(operation.name, dtype, node.size)
+        memory = None if point == Point() else self.open()
+        if memory is None or node is None:
             return _Ways(None, False, False, False, False)
-        node = memory.node
-        point = self._points.point(operation.name, dtype, node.size)
         if not node.alone:
             two_levels = operation.reduces and nbytes >= point.two_level and self._two_levels_keep_the_order(node)
             return _Ways(memory, False, False, two_levels, False)

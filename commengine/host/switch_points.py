@@ -56,8 +56,9 @@ class Key(NamedTuple):
 #: where Linux tells the processor's maker
 PROCESSORS = Path("/proc/cpuinfo")
 
-#: the tables that come with the package: the first was measured on processors of AMD, the second on Intel's. On other
-#: processors the second is taken, because it leaves more sizes to MPI
+#: the tables that come with the package: the first was measured on processors of AMD with 2 and 4 ranks, the second on
+#: Intel's with 2. The second has empty rows of 3, because MPI runs all that was not measured there. On other processors
+#: the second is taken, because it leaves more sizes to MPI
 AMD, OTHERS = (Path(__file__).with_name(f"switch_points_{maker}.json") for maker in ("amd", "intel"))
 
 
@@ -79,15 +80,21 @@ def kind_of(operation: str, dtype: torch.dtype) -> str:
 class SwitchPoints:
     """A table of switch points. Every rank needs the same table. Nothing here is collective.
 
-    rows: the sizes, in bytes, of each operation, kind of dtype and number of ranks.
+    rows: the sizes, in bytes, of each operation, kind of dtype and number of ranks. A row serves up to twice as many
+    ranks, if there is no nearer one; beyond, MPI runs all.
     """
 
     rows: Mapping[Key, Point]
 
     def point(self, operation: str, dtype: torch.dtype, ranks: int) -> Point:
-        """Return the row for ``ranks`` ranks on a node: the row with the most ranks that are not more than these."""
-        kind = kind_of(operation, dtype)
-        fitting = [key for key in self.rows if key[:2] == (operation, kind) and key.ranks <= ranks]
+        """Return the row for ``ranks`` ranks on a node: the row with the most ranks that are not more than these.
+
+        All is NEVER if there is none, or if it has fewer than half of these.
+        """
+        return self._row(operation, kind_of(operation, dtype), ranks)
+
+    def _row(self, operation: str, kind: str, ranks: int) -> Point:
+        fitting = [key for key in self.rows if key[:2] == (operation, kind) and key.ranks <= ranks <= 2 * key.ranks]
         return self.rows[max(fitting)] if fitting else Point()
 
     def private_too(self, ranks: int, *, spanning: bool) -> bool:
@@ -95,7 +102,7 @@ class SwitchPoints:
 
         spanning: the group has several nodes.
         """
-        points = [point for key, point in self.rows.items() if key.ranks <= ranks]
+        points = [self._row(operation, kind, ranks) for operation, kind in {key[:2] for key in self.rows}]
         return any((point.two_level if spanning else point.bounce) < NEVER for point in points)
 
     @property

@@ -5,8 +5,10 @@ import torch
 from commengine.dtypes import COMPLEX_TYPES, FLOATING_TYPES
 from commengine.host.switch_points import KINDS, OPERATIONS, Key, Point, SwitchPoints
 
-#: shared memory from the first byte on, and never
-ALWAYS = SwitchPoints({Key(name, kind, 2): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS})
+#: shared memory from the first byte on for up to 256 ranks on a node, and never
+ALWAYS = SwitchPoints(
+    {Key(name, kind, 2**n): Point(1, 1, 1) for name in OPERATIONS for kind in KINDS for n in range(1, 8)}
+)
 NEVER = SwitchPoints({})
 
 OPS = ("sum", "prod", "min", "max", "avg")

@@ -30,6 +30,37 @@ def test_row_of_a_call():
     assert SwitchPoints({}).least == NEVER
 
 
+def test_beyond_twice_the_ranks_that_were_measured_all_goes_by_mpi():
+    """For each row by itself; the points of a user's machine serve the ranks that it measured."""
+    assert TABLE.point("all_reduce", torch.float32, 16) == (200, NEVER, 300)
+    assert TABLE.point("all_reduce", torch.float32, 17) == Point()
+    assert TABLE.point("all_reduce", torch.bfloat16, 4) == (NEVER, 50, NEVER)
+    assert TABLE.point("all_reduce", torch.bfloat16, 5) == TABLE.point("broadcast", torch.float32, 5) == Point()
+    assert not TABLE.private_too(17, spanning=False) and not TABLE.private_too(17, spanning=True)
+    assert TABLE.private_too(4, spanning=False) and not TABLE.private_too(8, spanning=False)
+    assert TABLE.private_too(8, spanning=True) and not TABLE.private_too(4, spanning=True)
+    own = SwitchPoints({**TABLE.rows, Key("all_reduce", "full", 64): Point(window=500)})
+    assert own.point("all_reduce", torch.float32, 16) == (200, NEVER, 300)
+    assert own.point("all_reduce", torch.float32, 17) == own.point("all_reduce", torch.float32, 63) == Point()
+    assert own.point("all_reduce", torch.float32, 64) == own.point("all_reduce", torch.float32, 128) == Point(500)
+    assert own.point("all_reduce", torch.float32, 129) == own.point("all_reduce", torch.bfloat16, 64) == Point()
+
+
+@pytest.mark.parametrize(("table", "measured"), [(AMD, 4), (OTHERS, 2)], ids=lambda value: getattr(value, "stem", ""))
+def test_a_table_that_comes_with_the_package_says_nothing_of_many_ranks(table, measured):
+    """Intel's has no row that was measured on AMD's processors, which it had for 4 ranks."""
+    points = SwitchPoints.load(table)
+    for operation, kind in {key[:2] for key in points.rows}:
+        dtype = torch.bfloat16 if kind == "half" else torch.float32
+        assert points.point(operation, dtype, measured) != Point()
+        beyond = 3 if table == OTHERS else 2 * measured + 1
+        assert {points.point(operation, dtype, ranks) for ranks in (beyond, 9, 64, 128)} == {Point()}
+    assert not points.private_too(64, spanning=False) and not points.private_too(64, spanning=True)
+    other = SwitchPoints.load(OTHERS if table == AMD else AMD).rows
+    same = [key for key in points.rows if key.ranks > 2 and points.rows[key] == other.get(key)]
+    assert same == []
+
+
 @pytest.mark.parametrize("table", [AMD, OTHERS], ids=lambda path: path.stem)
 def test_measured_table(table):
     """A row of two ranks for each operation and kind; reductions alone have two levels between nodes."""
