@@ -25,9 +25,9 @@ from commengine.timeout import entries, report, watcher
 TIMEOUT = 10.0
 
 #: what happens: all wait for the last rank, which computes; for the first eighth of them, whose node is gone; each even
-#: rank for the next one in a group of two; each even rank for a message of the next one; all for nobody, because all
-#: hear of a failure elsewhere
-CASES = ("one computes", "a node is gone", "pairs", "messages", "alarm")
+#: rank for the next one in a group of two; each even rank for a message of the next one; half of them in another
+#: collective; all for nobody; and all for nobody, because all hear of a failure elsewhere
+CASES = ("one computes", "a node is gone", "pairs", "messages", "halves", "nobody", "alarm")
 
 
 class Request:
@@ -138,7 +138,7 @@ def run(size: int, case: str, asker_dies: bool = False) -> Report:
                 if case == "messages":
                     group.enqueue("", "recv", peers=(rank + 1,)).start()
                 else:
-                    group.enqueue("", "all_reduce").start()
+                    group.enqueue("", "barrier" if case == "halves" and rank >= size // 2 else "all_reduce").start()
         said: dict[int, str] = {}
         began = time.perf_counter()
         while len(said) + len(gone) < size and crowd.now < 1000 + 3 * TIMEOUT:

@@ -38,6 +38,18 @@ def test_each_rank_names_who_is_missing_to_it(size):
     assert set(found.said) == set(range(size // 8, size))
     assert all(found.missing(rank) == named for rank in found.said)
 
+    found = run(size, "nobody")
+    assert [found.missing(rank) for rank in range(size)] == [["nobody, every rank is in it"]] * size
+
+    found = run(size, "halves")
+    for rank in range(size):
+        low = rank < size // 2
+        assert found.missing(rank)[0] == (
+            f"rank {size // 2}, all_reduce #1 (it is in barrier #1 instead)"
+            if low
+            else "rank 0, barrier #1 (it is in all_reduce #1 instead)"
+        )
+
     found = run(size, "alarm")
     assert all("the network failed" in text for text in found.said.values()) and len(found.said) == size
 
