@@ -43,7 +43,7 @@ def where(entry: Entry) -> list[Any]:
     return [entry.group.key, entry.sequence, entry.number, entry.operation, peers]
 
 
-class RankAnswers:
+class Replies:
     """What all ranks that answered have said of themselves. It tells each of them who is missing where it waits.
 
     said: by rank of the root communicator: how far it is (``sequences``), with which ranks it exchanges messages of
@@ -97,7 +97,7 @@ def _stretches(ranks: Iterable[int]) -> list[list[int]]:
 def missing_ranks(entry: Entry, root_rank: int, ranks: Mapping[str, list[list[int]]]) -> list[str]:
     """Name the ranks that have not come to ``entry``, as ``rank R, OPERATION #K`` and how far that rank is.
 
-    root_rank: this rank in the root communicator. ranks: of `RankAnswers.about`.
+    root_rank: this rank in the root communicator. ranks: of `Replies.about`.
     """
     group = entry.group
     why = {rank: text for text, found in ranks.items() for first, end in found for rank in range(first, end)}

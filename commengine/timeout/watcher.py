@@ -36,7 +36,7 @@ from commengine.job_end import FORWARD_SECONDS, abort, end_waiting_launcher, is_
 from commengine.mpi import load_mpi, ranks_in, sleep_until_all, world_ranks_of
 
 from .entries import Entry, WatchedGroup
-from .report import RankAnswers, missing_ranks, out_of_time, where, write_report
+from .report import Replies, missing_ranks, out_of_time, where, write_report
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -255,7 +255,7 @@ class Watch:
         question = {"kind": _LAST if self._last else _ASKED}
         self._unasked -= self._send(dict.fromkeys(self._unasked, question))
         if left < 0 and now - self._asked_at > self._before / 2:  # the others have had time to answer
-            answers = RankAnswers(self._told | {self._rank: self._said(oldest)}, self._comm.size)
+            answers = Replies(self._told | {self._rank: self._said(oldest)}, self._comm.size)
             self._farewells = {rank: self._farewell(answers.about(rank)) for rank in self._told}
             raise CollectiveTimeout(self._report_told(oldest, answers.about(self._rank)))
 
@@ -353,7 +353,7 @@ class Watch:
         return write_report(self._world_ranks[self._rank], problem, missing, list(self.entries))
 
     def _report_told(self, entry: Entry | None, told: Mapping[str, Any]) -> str:
-        """Return the report about ``entry``, in which this rank waits. told: of `RankAnswers.about`, or a farewell."""
+        """Return the report about ``entry``, in which this rank waits. told: of `Replies.about`, or a farewell."""
         if entry is not None and told.get("waits") == where(entry):
             return self._report(out_of_time(entry, self.timeout), missing_ranks(entry, self._rank, told["ranks"]))
         return self._report(f"rank {told['world_rank']} has run out of time")
