@@ -32,9 +32,11 @@ class SlowLink:
     def prepared(self, operation: Operation, args: tuple[Any, ...]) -> Run:
         """Return what runs a call, and then waits."""
         run = self._routes.prepared(operation, args)
-        size = max((float(argument.nbytes) for argument in args if isinstance(argument, Tensor)), default=0.0)
-        if operation.name in cost.OPERATIONS:  # a message is none
-            size *= cost.bus_factor(operation.name, self._ranks)
+        if operation.pairwise:
+            size = float(sum(one.tensor.nbytes for one in operation.touched(args) if one.read))
+        else:
+            size = max((float(argument.nbytes) for argument in args if isinstance(argument, Tensor)), default=0.0)
+            size *= cost.bus_factor(operation.name, self._ranks) if operation.name in cost.OPERATIONS else 1
 
         def slow(*args: Any) -> None:
             start = time.perf_counter()
