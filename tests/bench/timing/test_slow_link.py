@@ -41,6 +41,7 @@ def test_only_calls_with_tensors_wait_and_attributes_pass():
     import torch
 
     from bench.timing.slow_link import SlowLink
+    from commengine.operations.operation import Touched
 
     class Routes:
         name = "host"
@@ -51,9 +52,12 @@ def test_only_calls_with_tensors_wait_and_attributes_pass():
     slow = SlowLink(Routes(), 1e6)
     output = torch.zeros(10_000)
     start = time.perf_counter()
-    slow.run(SimpleNamespace(name="send"), (output, torch.ones(10_000)))
+    message = SimpleNamespace(
+        name="send", pairwise=True, touched=lambda args: [Touched(args[1], True, False), Touched(args[0], False, True)]
+    )
+    slow.run(message, (output, torch.ones(10_000)))
     assert time.perf_counter() - start >= 0.04
     assert torch.equal(output, torch.ones(10_000)) and slow.name == "host"
     start = time.process_time()
-    slow.run(SimpleNamespace(name="send"), (output, torch.zeros(10_000)))
+    slow.run(message, (output, torch.zeros(10_000)))
     assert time.process_time() - start < 0.03  # it sleeps: the core is free for compute
