@@ -72,16 +72,20 @@ class Flight:
                     return False
                 break
             except load_mpi().Exception as error:
-                left = self._left(failed=True)
-                if not is_too_long(error, self._statuses) or left >= self._most:
-                    raise
-                self._too_long, self._most = error, left  # the others are still on their way
+                self._note(error)
         if self._too_long is not None:
             raise SettledError(str(self._too_long)) from self._too_long
         for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=True):
             if verb == "recv":
                 check_message(self._wire, tensor, peer, status)
         return True
+
+    def _note(self, error: Any) -> None:
+        """Note that a message was too long: the others are still on their way. Raises any other error."""
+        left = self._left(failed=True)
+        if not is_too_long(error, self._statuses) or left >= self._most:
+            raise error
+        self._too_long, self._most = error, left
 
     def _left(self, *, failed: bool = False) -> int:
         """The messages that MPI still has. failed: MPI has just raised."""
@@ -114,6 +118,13 @@ class PreparedFlight(Flight):
                 self._requests.append(comm.Recv_init(wire.moved(tensor), peer))
             else:
                 self._requests.append(comm.Send_init(wire.moved(tensor), peer, tags[tensor.dtype]))
+        kinds = wire.types.move
+        self._received = [
+            (status, tensor, peer, kinds[tensor.dtype], tensor.numel(), tags[tensor.dtype])
+            for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=True)
+            if verb == "recv"
+        ]
+        self._failures = load_mpi().Exception
         wire.prepared.append(self._requests)
         weakref.finalize(self, wire.retired.append, self._requests).atexit = False
 
@@ -126,6 +137,23 @@ class PreparedFlight(Flight):
                 raise SettledError("the memory of a tensor has moved since the exchange was made: make another one")
         self._too_long, self._most, self._under_way = None, len(self._transfers), True
         self._start(self._requests)
+
+    def run(self) -> None:
+        """Start the messages, and wait until they are over: what `start` and `wait` do, in fewer steps."""
+        try:
+            self.start()
+            try:
+                self._wire.waitall(self._requests, self._statuses)
+            except self._failures as error:
+                self._note(error)
+                self.wait()
+            self._under_way = False
+            for status, tensor, peer, kind, count, tag in self._received:
+                if status.tag != tag or status.Get_count(kind) != count:
+                    check_message(self._wire, tensor, peer, status)
+        except BaseException:
+            self.leave()
+            raise
 
     def _finish(self, step: Callable[..., bool | None]) -> bool:
         try:
