@@ -2,4 +2,3 @@
 
 from .names import MissingInTorch as MissingInTorch
 from .names import private as private
-from .recomputation import watched_recomputation as watched_recomputation

@@ -95,6 +95,7 @@ NAMES = {
         PrivateName("torch._C._increment_version", "autograd's count of writes", _increment),
         PrivateName("torch._C._cuda_getCurrentRawStream", "a collective on a GPU", _raw_stream),
         PrivateName("torch._C._are_functorch_transforms_active", "an operator under torch.func"),
+        PrivateName("torch._C._DisableFuncTorch", "a sharded module under torch.func"),
         PrivateName("torch._C._current_graph_task_id", "DataParallel, which tells one backward from the next,"),
         PrivateName("torch._C._current_autograd_node", "DataParallel, which refuses a backward inside another one,"),
         PrivateName("torch._foreach_copy_", "a copy of many tensors", _copy),

@@ -12,119 +12,111 @@ from . import names, shapes
 from .calls import FieldCall, dims_of, emit_aligned, emit_results, require_shape
 from .layers import replace
 from .resizing import pooled, upsampled
-from .traced import Traced
-from .tracer import FieldTracer
-from .values import Number, Value, reduced_space, shared_blocks
+from .step import IN_PLACE, LocalStep
+from .values import Value, reduced_space, shared_blocks
 
 
-def call(t: FieldTracer, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Emit the parallel form of a call, or raise `Refused`."""
-    name = names.name_of(kind, target)
+def call(t: LocalStep, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Emit what a call of ``function`` becomes, or raise `Refused`."""
+    said = function.__name__
+    attribute = function.__self__.__name__ if said in ("__get__", "__set__") else ""
+    if said == "__set__":
+        raise t.refused(f"an assignment to the attribute {attribute}", "it is of this rank's block alone")
+    if (attribute or said) in names.ANSWERED:
+        return function(args[0].whole, *args[1:], **kwargs)
+    if attribute:
+        raise t.program.unknown(attribute, "attribute")
+    if said in names.REFUSED:
+        raise t.refused(*names.REFUSED[said])
+    name = names.name_of(function)
+    c = FieldCall(t, function, name or "", args, kwargs)
+    kind = "method" if names.is_method(function) else "function"
     if name is None:
-        said = args[1] if target is getattr else getattr(target, "__name__", str(target))
-        where = str(getattr(target, "__module__", "")), said
-        instead = names.INSTEAD.get("fft" if "fft" in "".join(map(str, where)) else said, "")
-        what = "attribute" if target is getattr else "method" if kind == "call_method" else "function"
-        raise t.refused(
-            f"the {what} {said}", "it is not among those that are known to be right on split fields", instead
-        )
-    made = FieldCall(t, kind, target, name, args, kwargs)
-    if not made.tensors:
-        return made.emit(Number(made.whole()))
+        raise t.program.unknown(said, kind, names.INSTEAD.get("fft" if "fft" in said else said, ""))
     if kwargs.get("out") is not None:
-        raise made.refused("out= is in place")
-    if made.in_place and (made.x is not made.tensors[0] or made.value.storage in t.frozen):
-        raise made.refused(
-            "it changes a parameter, a buffer or a copy in place", "the function that makes a new tensor"
-        )
-    if not made.fields:
-        return _everywhere(made)
+        raise c.refused("out= is in place")
+    if c.in_place:
+        t.writes = c.title
+        if c.x is not t.given[0] or 0 in t.constants or (said.endswith("_") and name not in names.POINTWISE):
+            raise c.refused(*IN_PLACE)
+    if name.startswith("dropout"):
+        if c.argument(1, "p", 0.5) and c.argument(2, "training", True):
+            raise c.refused("each rank would draw other numbers", "nn.Dropout as a layer of the module")
+        return c.x
+    if not c.fields:
+        return _everywhere(c)
     for table, rule in _RULES:
         if name in table:
-            if table not in _OF_ANY and not made.of(made.x):
-                raise made.refused("its first tensor is one that every rank has, and another one is split")
-            return rule(made)
-    raise made.refused("it is not among those that are known to be right on split fields", names.INSTEAD.get(name, ""))
+            if table not in _OF_ANY and c.x not in c.fields:
+                raise c.refused("its first tensor is one that every rank has, and another one is split")
+            return rule(c)
+    raise t.program.unknown(name, kind, names.INSTEAD.get(name, ""))
 
 
 def _everywhere(c: FieldCall) -> Any:
     """Of tensors that every rank has: the same call."""
-    if c.name.startswith("dropout") and c.argument(1, "p", 0.5) and c.argument(2, "training", True):
-        raise c.refused("each rank would draw other numbers", "nn.Dropout")
-    if c.name == "interpolate" and set(c.value.whole.shape[2:]) == {1}:
-        whole = c.whole()  # one point everywhere: of its field a rank needs no memory
-        copied = c.t.emit("call_method", "clone", (c.x,), {}, c.value)
-        return c.t.emit("call_method", "expand", (copied, -1, -1, *whole.shape[2:]), {}, Value(whole))
-    return emit_results(c, c.whole(), lambda one: Value(one))
+    whole = c.whole()
+    if c.name == "interpolate" and set(c.x.shape[2:]) == {1}:
+        # One point everywhere: of its field a rank needs no memory.
+        copied = c.t.emit(Tensor.clone, (c.x,), {}, c.x)
+        return c.t.emit(Tensor.expand, (copied, *whole.shape), {}, Value(whole))
+    return emit_results(c, whole, Value)
 
 
 def _pointwise(c: FieldCall) -> Any:
     whole = c.whole()
-    values = [one.value for one in c.tensors]
-    space = c.fields[0].value.space
-    if c.in_place and c.value.blocks is None:
+    if c.in_place and c.x.blocks is None:
         raise c.refused("it changes a tensor that every rank has by a split one")
     if c.name in _PERHAPS_VIEWS:
-        c.keep(c.value, whole)
-    return emit_aligned(c, whole, shared_blocks(values, whole), space)
-
-
-def _extreme_or_pointwise(c: FieldCall) -> Any:
-    """torch.max and torch.min of two tensors are pointwise."""
-    return _pointwise(c) if isinstance(c.argument(1, "other"), Traced) else _reducing(c)
+        c.t.frozen += (c.x.whole, whole)
+    return emit_aligned(c, whole, shared_blocks(c.t.given, whole), c.fields[0].space)
 
 
 def _along(c: FieldCall) -> Any:
     dims = dims_of(c, names.ALONG[c.name])
     if dims is None and c.name in ("glu", "normalize"):
-        dims = [{"glu": -1, "normalize": 1 - c.value.whole.dim()}[c.name]]
-    if dims is None or any(c.value.holds(dim) for dim in dims):
+        dims = [{"glu": -1, "normalize": 1 - c.x.whole.dim()}[c.name]]
+    if dims is None or any(c.x.holds(dim) for dim in dims):
         raise c.refused("it goes along an axis of space, which ranks share", "it along channels (dim=1)")
     return c.emit_like(c.whole())
 
 
 def _reducing(c: FieldCall) -> Any:
-    value, dims = c.value, dims_of(c, names.REDUCING[c.name])
-    dims = list(range(-value.whole.dim(), 0)) if dims in (None, []) else dims
+    x, dims = c.x, dims_of(c, names.REDUCING[c.name])
+    dims = list(range(-x.whole.dim(), 0)) if dims in (None, []) else dims
     assert dims is not None
     whole = c.whole()
     one = whole if isinstance(whole, Tensor) else whole[0]
-    keep = one.dim() == value.whole.dim()
-    if not keep and one.dim() != value.whole.dim() - len(dims):
+    keep = one.dim() == x.whole.dim()
+    if not keep and one.dim() != x.whole.dim() - len(dims):
         raise c.refused("its arguments are not understood", "it with dim= and keepdim=")
-    if not any(value.holds(dim) for dim in dims):
-        space = reduced_space(value, dims, keep=keep)
-        return emit_results(c, whole, lambda one: Value(one, value.blocks, space))
-    if not set(value.space) <= set(dims) or c.name not in ("mean", "sum", "amax") or "dtype" in c.kwargs:
-        raise c.refused(
-            "it reduces axes of space, which ranks share",
-            "mean, sum or amax over all axes of space, or nn.AdaptiveAvgPool",
-        )
-    mask = value.whole.dtype == torch.bool and c.name in ("sum", "amax")
-    y = pooled(c.t, c.t.cast(c.x, torch.float64) if mask else c.x, "max" if c.name == "amax" else "avg")
-    if c.name == "sum" and value.blocks is not None:
-        y = c.t.emit("call_method", "mul", (y, value.blocks.points()), {}, y.value)
-    rest = [dim for dim in dims if not value.holds(dim)]
+    if not any(x.holds(dim) for dim in dims):
+        space = reduced_space(x, dims, keep=keep)
+        return emit_results(c, whole, lambda one: Value(one, x.blocks, space))
+    if not set(x.space) <= set(dims) or c.name not in ("mean", "sum", "amax") or "dtype" in c.kwargs:
+        instead = "mean, sum or amax over all axes of space, or nn.AdaptiveAvgPool"
+        raise c.refused("it reduces axes of space, which ranks share", instead)
+    mask = x.whole.dtype == torch.bool and c.name in ("sum", "amax")
+    y = pooled(c.t, c.t.cast(x, torch.float64) if mask else x, "max" if c.name == "amax" else "avg")
+    if c.name == "sum" and x.blocks is not None:
+        y = c.t.emit(Tensor.mul, (y, x.blocks.points()), {}, y)
+    rest = [dim for dim in dims if not x.holds(dim)]
     if rest:
-        reduced = getattr(y.value.whole, c.name)(rest, keepdim=True)
-        y = c.t.emit("call_method", c.name, (y, rest), {"keepdim": True}, Value(reduced))
+        reduce = getattr(Tensor, c.name)
+        y = c.t.emit(reduce, (y, rest), {"keepdim": True}, Value(reduce(y.whole, rest, keepdim=True)))
     if mask:  # a count is a whole number, and a mean times the points is nearly one
-        y = c.t.cast(c.t.emit("call_method", "round", (y,), {}, y.value), one.dtype)
-    if keep:
-        return y
-    for dim in sorted(dim + value.whole.dim() for dim in dims)[::-1]:
-        y = c.t.emit("call_method", "squeeze", (y, dim), {}, Value(y.value.whole.squeeze(dim)))
+        y = c.t.cast(c.t.emit(Tensor.round, (y,), {}, y), one.dtype)
+    for dim in [] if keep else sorted(dim + x.whole.dim() for dim in dims)[::-1]:
+        y = c.t.emit(Tensor.squeeze, (y, dim), {}, Value(y.whole.squeeze(dim)))
     return y
 
 
 def _pools(c: FieldCall) -> Any:
-    kind = getattr(nn, names.POOLS[c.name])
     options = {**dict(zip(names.PLACES[c.name[:3]], c.args[1:], strict=False)), **c.kwargs}
     try:
-        layer = kind(**options)
+        return replace(c.t, getattr(nn, names.POOLS[c.name]), options, c.x)
     except TypeError as error:
         raise c.refused(str(error)) from error
-    return replace(c.t, layer, c.x)
 
 
 def _interpolating(c: FieldCall) -> Any:
@@ -137,21 +129,15 @@ def _interpolating(c: FieldCall) -> Any:
 def _last_dimensions(c: FieldCall) -> Any:
     """F.layer_norm and F.linear work on the last dimensions."""
     last = len(c.args[1]) if c.name == "layer_norm" else 1
-    if any(c.value.holds(dim) for dim in range(-last, 0)) or not c.of(c.x) or len(c.fields) > 1:
+    if any(c.x.holds(dim) for dim in range(-last, 0)) or len(c.fields) > 1:
         raise c.refused("the last dimensions are axes of space, which ranks share", "it with the channels at the end")
     return c.emit_like(c.whole())
 
 
 def _prelu(c: FieldCall) -> Any:
-    if len(c.fields) > 1 or (c.args[1].value.whole.numel() > 1 and not c.value.is_field):
+    if len(c.fields) > 1 or (c.args[1].whole.numel() > 1 and not c.x.is_field):
         raise c.refused("it needs [batch, channels, *space]")
     return c.emit_like(c.whole())
-
-
-def _dropout(c: FieldCall) -> Any:
-    if c.argument(1, "p", 0.5) and c.argument(2, "training", True):
-        raise c.refused("each rank would draw other numbers", "nn.Dropout as a layer of the module")
-    return c.x
 
 
 #: these return their tensor or a copy, which may be another one on a block than on the field
@@ -163,7 +149,7 @@ _EXTREMES = frozenset({"max", "min"})
 #: rules for calls whose first tensor may be one that every rank has
 _OF_ANY = (names.POINTWISE, names.JOINING, _EXTREMES)
 _RULES: list[tuple[Any, Callable[[FieldCall], Any]]] = [
-    (_EXTREMES, _extreme_or_pointwise),
+    (_EXTREMES, lambda c: (_pointwise if isinstance(c.argument(1, "other"), Value) else _reducing)(c)),
     (names.POINTWISE, _pointwise),
     (names.ALONG, _along),
     (names.REDUCING, _reducing),
@@ -178,6 +164,5 @@ _RULES: list[tuple[Any, Callable[[FieldCall], Any]]] = [
     (("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"), shapes.shuffling),
     (("layer_norm", "linear"), _last_dimensions),
     (("prelu",), _prelu),
-    (("dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
     (("roll", "flip"), shapes.moving),
 ]

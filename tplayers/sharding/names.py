@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -28,20 +27,8 @@ POINTWISE = frozenset(_POINTWISE.split())
 ALONG = {"softmax": 1, "log_softmax": 1, "softmin": 1, "glu": 1, "cumsum": 1, "cumprod": 1, "normalize": 2}
 #: these reduce a dimension
 REDUCING = {
-    "mean": 1,
-    "sum": 1,
-    "amax": 1,
-    "amin": 1,
-    "max": 1,
-    "min": 1,
-    "prod": 1,
-    "logsumexp": 1,
-    "std": 1,
-    "var": 1,
-    "argmax": 1,
-    "argmin": 1,
-    "any": 1,
-    "all": 1,
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "max", "min", "prod", "logsumexp", "std", "var"), 1),
+    **dict.fromkeys(("argmax", "argmin", "any", "all"), 1),
     "norm": 2,
 }
 RESHAPING = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"})
@@ -87,30 +74,48 @@ INSTEAD = {
 }
 
 
+#: an attribute or method of this name says something of the whole tensor, which is known without values
+ANSWERED = frozenset(
+    {"size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "layout"}
+)
+#: what Python's syntax calls: the part, why, and what to use instead
+REFUSED = {
+    "__bool__": (
+        "control flow that depends on values",
+        "ranks could take different ways, and shard looks without values",
+        "torch.where, or a condition on shapes or settings",
+    ),
+    "__setitem__": ("an assignment to a part of a tensor", "it is in place", "torch.cat or torch.where"),
+}
+
+
 def _functions() -> dict[Any, str]:
     found: dict[Any, str] = {}
     for name in sorted(KNOWN):
-        for owner in (operator, torch, F, torch._C._nn, torch.special):
+        for owner in (torch, F, torch._C._nn, torch.special):
             function = getattr(owner, name, None)
             if callable(function):
                 found.setdefault(function, name)
             in_place = getattr(owner, f"{name}_", None)
             if callable(in_place) and name in POINTWISE:
                 found.setdefault(in_place, name)
-    found[operator.and_], found[operator.or_] = "logical_and", "logical_or"
     return found
 
 
 _FUNCTIONS = _functions()
 
 
-def name_of(kind: str, target: Any) -> str | None:
-    """The known name of a function, or of a method; the latter without the underscore of one in place. None: unknown.
+def is_method(function: Any) -> bool:
+    """Whether ``function`` is a method or an operator of torch.Tensor."""
+    return "Tensor" in getattr(function, "__qualname__", "").partition(".")[0]
 
-    kind: "call_function" or "call_method", as of torch.fx.
-    """
-    if kind == "call_function":
-        return _FUNCTIONS.get(target)
-    name = str(target)
-    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    return next((one for one in (name, plain) if one in KNOWN), None)
+
+def name_of(function: Any) -> str | None:
+    """The known name of a function, method or operator, without the underscore of one in place; None: unknown."""
+    if not is_method(function):
+        return _FUNCTIONS.get(function)
+    name = function.__name__
+    plain = name.strip("_")
+    plain = plain[1:] if name.startswith(("__r", "__i")) and plain[1:] in KNOWN | {"and", "or"} else plain
+    plain = f"logical_{plain}" if plain in ("and", "or") else plain
+    return plain if plain in KNOWN else None

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from commengine import CartesianGrid, Decomposition
-from commengine.torch_private import private, watched_recomputation
+from commengine.torch_private import private
 from tplayers.fields.layer import FieldLayer, check_geometry
 
+from .field import Field
 from .functions import call
-from .layers import rule_of
-from .traced import Traced
-from .tracer import EXTRAS, FieldTracer
-from .values import Refused, Value
+from .layers import is_dropout, rule_of
+from .program import EXTRAS, Place, Program, Tensors
+from .values import Refused
+
+#: the samples of the pass without values: a number that is no size of a network's own
+_BATCH = 7
 
 
 def shard(
@@ -37,47 +38,42 @@ def shard(
     gradients of its input, and those of the parameters, which have the same bits on all ranks. Its state dict has the
     names and shapes of ``module``'s, and it begins with copies of its values; ``module`` stays as it is.
 
-    torch.fx traces the module's forward for training and for evaluation. docs/fields.md says which layers and functions
-    are taken. All else raises ValueError, with the same text on all ranks: it names the part, its place in the module
-    and the line, and what would do in its place. It is no part of the trace what the forward does beside tensors, and a
-    setting of the module that changes later has no effect.
+    The forward runs as it is written, on tensors that have the shape of the whole field and hold this rank's block.
+    Here it runs without values, for training and for evaluation. docs/fields.md says which layers and functions are
+    taken. All else raises ValueError, with the same text on all ranks: it names the part, its place in the module and
+    the line, and what would do in its place. A setting of the module that changes later has no effect.
 
     Every rank calls it with the same module and arguments. It sends nothing; the first forward compares program and
     parameters of the ranks.
     """
     check_geometry("shard", grid, decomposition)
     if rule_of(module) is not None:
-        raise Refused(
-            f"shard cannot take {type(module).__name__} alone: it is a layer; use the layer of tplayers, or "
-            "nn.Sequential(layer)"
-        )
+        why = "it is a layer; use the layer of tplayers, or nn.Sequential(layer)"
+        raise Refused(f"shard cannot take {type(module).__name__} alone: {why}")
     _require_plain(module)
     layers = [one for one in module.modules() if isinstance(one, FieldLayer)]
     try:
         own = copy.deepcopy(module, {id(one): one for one in layers})
     except Exception as error:
         raise ValueError(f"shard cannot copy {type(module).__name__}: {error}") from error
-    some = next((one for one in own.parameters() if one.is_floating_point()), None)
-    dtype = torch.get_default_dtype() if some is None else some.dtype
-    channels = channels or _first_channels(own)
-    modes = {path: one.training for path, one in own.named_modules()}
-    try:
-        programs = []
-        for training in (False, True):
-            for one in own.modules():
+    some = next((one for one in own.parameters() if one.is_floating_point()), torch.empty(0))
+    shape = (_BATCH, channels or _first_channels(own), *decomposition.shape)
+    program = Program(grid, decomposition, call)
+    _stand_ins(program, own)
+    passes = []
+    for training in (False, True):
+        for one in program.root.modules():
+            if id(one) in program.paths:
                 one.training = training
-            programs.append(_traced(FieldTracer(grid, decomposition, channels, dtype, rule_of, call), own))
-    finally:
-        for path, one in own.named_modules():  # layers of tplayers are the user's own
-            one.training = modes[path]
-    (tracer, graph, text), (second, _, other) = programs
-    constants = zip(tracer.constants, second.constants, strict=False)
-    if text != other or not all(a.shape == b.shape and bool((a == b).all()) for a, b in constants):
+        program.begin(some.device, dry=True)
+        passes.append((_dry(program, own, shape, some.dtype), "\n".join(program.log), program.constants))
+    (output, text, constants), (_, other, others) = passes
+    if text != other or not all(map(torch.equal, constants, others)):
         raise Refused(
             f"shard cannot take {type(module).__name__}: its forward does other things in training than in evaluation, "
             "besides its layers; use layers, such as nn.Dropout, or shard a module for each"
         )
-    return ShardedModule(own, tracer, graph, text, modes)
+    return ShardedModule(own, program, shape[1], output, text)
 
 
 class ShardedModule(FieldLayer):
@@ -91,69 +87,49 @@ class ShardedModule(FieldLayer):
     `FieldGlobalPool`: ranks that compute one loss from it, each the same, divide it by ``grid.size``.
     """
 
-    def __init__(
-        self, own: nn.Module, tracer: FieldTracer, graph: fx.Graph, program: str, modes: dict[str, bool]
-    ) -> None:
-        """modes: of the modules of ``own``, for training or not, by path."""
-        super().__init__(tracer.grid, tracer.field, tracer.channels)
-        self.program = program
-        result = graph.output_node().args[0]
-        self.output = fx.node.map_arg(result, lambda node: _blocks_of(tracer.values[node]))  # type: ignore[assignment]
-        self._graph = graph
-        _replace(own, tracer.layers)
+    def __init__(self, own: nn.Module, program: Program, channels: int, output: Any, text: str) -> None:
+        """own: the module with torch's layers. text: what the forward does."""
+        super().__init__(program.grid, program.field, channels)
+        self.program, self.output = text, output
+        new = {id(own.get_submodule(path)): layer for path, layer in program.replaced.items()}
+        for parent in list(own.modules()):
+            for name, child in parent._modules.items():
+                if id(child) in new:
+                    parent._modules[name] = new[id(child)]
         # A module of the user may have the name of an attribute here, such as "output".
-        self._modules.update(own._modules)
-        self._parameters.update(own._parameters)
-        self._buffers.update(own._buffers)
-        self._non_persistent_buffers_set |= own._non_persistent_buffers_set
-        between = nn.ModuleDict(tracer.extras)
-        for number, constant in enumerate(tracer.constants):
-            between.register_buffer(f"constant{number}", constant, persistent=False)
-        self._modules[EXTRAS] = between
-        for path, one in self.named_modules():
-            one.training = modes.get(path, own.training)
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = own.__dict__[table]
+        self.__dict__["_program"] = program
+        self._modules[EXTRAS] = program.extras.train(own.training)
+        self.training = own.training
 
     def forward(self, x: Tensor) -> Any:
         self.check(x)
-        return _Run(self, self._graph).run(x)
+        program: Program = self.__dict__["_program"]
+        program.begin(x.device)
+        found = program.root(program.input(x, (*x.shape[:2], *self.input.shape), x.dtype))
+        return private("tree_map")(lambda one: one.local if isinstance(one, Field) else one, found)
 
 
-class _Run(fx.Interpreter):
-    """Runs a program on a module, whose parts it finds by their names among its modules, parameters and buffers."""
+def _stand_ins(program: Program, own: nn.Module) -> None:
+    """Give ``program`` a copy of ``own`` that runs: with a `Place` for each layer, and the tensors of ``own``.
 
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(module, graph=graph)
-        self.extra_traceback = False
-
-    def fetch_attr(self, target: str) -> Any:
-        found: Any = self.module
-        for name in target.split("."):
-            tables = (found._modules, found._parameters, found._buffers)
-            found = next(table[name] for table in tables if name in table)
-        return found
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.fetch_attr(target)(*args, **kwargs)
-
-
-def _blocks_of(value: Any) -> Any:
-    return value.blocks if isinstance(value, Value) else None
-
-
-def _replace(own: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Put ``layers`` in the places of those of ``own``: in all of them, and keep the tied parameters tied."""
-    tied: dict[int, list[str]] = {}
-    for path, parameter in own.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(path)
-    new = {id(own.get_submodule(path)): layer for path, layer in layers.items()}
-    for parent in list(own.modules()):
-        for name, child in parent._modules.items():
-            if id(child) in new:
-                parent._modules[name] = new[id(child)]
-    for first, *others in tied.values():
-        for path in others:
-            parent_path, _, name = path.rpartition(".")
-            own.get_submodule(parent_path)._parameters[name] = own.get_parameter(first)
+    Its children may stand in lists and other attributes, too, so that the copy has them all; memory it needs none.
+    """
+    program.trained = set(map(id, own.parameters()))
+    memo: dict[int, Any] = {id(one): one for one in (*own.parameters(), *own.buffers())}
+    memo |= {id(one): copy.copy(one) for one in own.modules() if isinstance(one, FieldLayer)}
+    program.root = copy.deepcopy(own, memo)
+    program.paths = {}
+    for path, one in program.root.named_modules():
+        source = own.get_submodule(path)
+        if one is source:  # within a layer of tplayers
+            continue
+        program.paths[id(one)], rule = path, rule_of(source)
+        if rule is not None:
+            one.forward = Place(program, path, source, rule, is_dropout(source))
+        for table in ("_parameters", "_buffers"):
+            one.__dict__[table] = Tensors(program, path, source.__dict__[table])
 
 
 def _random_states() -> tuple[Any, ...]:
@@ -161,78 +137,42 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), kind, np.asarray(keys).tobytes(), *rest
 
 
-def _tensors(module: nn.Module) -> dict[str, int]:
-    """Which tensors are the module's own parameters and buffers."""
-    return {name: id(one) for name, one in (*module._parameters.items(), *module._buffers.items())}
-
-
-@contextlib.contextmanager
-def _no_functions() -> Iterator[None]:
-    """Within the block autograd Functions and recomputation refuse what is traced: a trace would lose them."""
-    before = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, Traced):
-                raise one.tracer.refused(f"the autograd Function {cls.__name__}", "a trace does not see its backward")
-        return before.__func__(cls, *args, **kwargs)
-
-    def recomputed(args: list[Any]) -> None:
-        for one in args:
-            if isinstance(one, Traced):
-                raise one.tracer.refused("torch.utils.checkpoint", "a trace does not see where it begins and ends")
-
-    with watched_recomputation(recomputed):
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        try:
-            yield
-        finally:
-            torch.autograd.Function.apply = before  # type: ignore[method-assign]
-
-
-def _traced(tracer: FieldTracer, module: nn.Module) -> tuple[FieldTracer, fx.Graph, str]:
-    """The tracer, the parallel program that it made of ``module``, and a text that describes it."""
-    drawn, before = _random_states(), {path: _tensors(one) for path, one in module.named_modules()}
+def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Run the forward without values. Returns the decompositions of its results."""
+    title, drawn = f"the forward of {type(own).__name__}", _random_states()
     try:
-        with _no_functions():
-            graph = tracer.trace(module)
+        found = program.root(program.input(None, shape, dtype))
     except Refused:
         raise
     except Exception as error:
-        raise tracer.refused(
-            f"the forward of {type(module).__name__}",
-            f"torch.fx cannot trace it ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
-            "functions and methods of torch, and one sample in tensors of your own: the batch's size has no value here",
-            error=error,
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise program.refused(
+            title, f"{type(error).__name__}: {text}", "functions and methods of torch that need no values", error=error
         ) from error
     if _random_states() != drawn:
-        raise tracer.refused(f"the forward of {type(module).__name__}", "it draws random numbers", "nn.Dropout")
-    for path, one in module.named_modules():
-        kept = private("tree_leaves")({name: value for name, value in vars(one).items() if name != "_modules"})
-        if any(isinstance(value, fx.Proxy) for value in kept) or before[path] != _tensors(one):
+        raise program.refused(title, "it draws random numbers", "nn.Dropout")
+    for path, one in program.root.named_modules():
+        kept = {name: value for name, value in vars(one).items() if name != "_modules"}
+        if any(isinstance(value, Field) for value in private("tree_leaves")(kept)):
             raise Refused(
-                f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which a "
-                "trace does not see; return the tensor"
+                f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which "
+                "holds a block of a field; return the tensor"
             )
-    return tracer, graph, "\n".join([str(graph), *(f"{name}: {one}" for name, one in tracer.extras.items())])
+    return private("tree_map")(lambda one: one.value.blocks if isinstance(one, Field) else None, found)
 
 
 def _require_plain(module: nn.Module) -> None:
-    """Refuse what torch.fx would not see: hooks, parametrizations and parameters without a shape."""
+    """Refuse what would be lost: hooks, parametrizations and parameters without a shape."""
     if type(module).train is not nn.Module.train:
         raise Refused(
             f"shard cannot take {type(module).__name__}: its train() is its own, and would be lost; use a layer's"
         )
     for path, one in module.named_modules():
         where = f"{type(one).__name__} {path!r}"
-        hooks: list[Callable[..., Any]] = [
-            *one._forward_hooks.values(), *one._forward_pre_hooks.values(), *one._backward_hooks.values(),
-            *one._backward_pre_hooks.values(),
-        ]  # fmt: skip
-        if hooks:
-            raise Refused(f"shard cannot take {where}: it has hooks, which a trace does not see; remove them")
+        if any(getattr(one, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
+            raise Refused(f"shard cannot take {where}: it has hooks, which would be lost; remove them")
         if "forward" in vars(one) or type(one).__call__ is not nn.Module.__call__:
-            raise Refused(f"shard cannot take {where}: its forward or its call is replaced, which a trace does not see")
+            raise Refused(f"shard cannot take {where}: its forward or its call is replaced, and would be lost")
         if parametrize.is_parametrized(one):
             raise Refused(f"shard cannot take {where}: it is parametrized; use parametrize.remove_parametrizations")
         if any(is_lazy(p) for p in (*one.parameters(False), *one.buffers(False))):

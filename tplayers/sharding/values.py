@@ -1,48 +1,47 @@
-"""The facts that a trace knows of a value: its whole shape, and how the ranks share it.
+"""The facts that a sharded module knows of a tensor: its whole shape, and how the ranks share it.
 
 Shapes come from torch itself: each function of the module also runs on tensors without storage ("meta"), of the shapes
-of the *whole* field. A batch has `BATCH` samples there, a number that nothing else in a network has; so sizes that
-depend on the batch are seen. These tensors share storages as those of torch's program do, which shows what a function
-in place would change.
+of the *whole* field. These tensors share storages as those of torch's program do, which shows what a function in place
+would change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commengine import Decomposition
 
-#: the number of samples in the traced tensors: a prime that no axis of a field has
-BATCH = 10007
-
 
 class Refused(ValueError):
     """`shard` cannot take a part of the module."""
 
 
-@dataclass(frozen=True)
-class Number:
-    """A size that depends on the batch; ``value`` is that of `BATCH` samples."""
-
-    value: int | float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Value:
     """A tensor of the module.
 
     whole: without storage, of the shape of the whole tensor. blocks: how the ranks share it; None: every rank has all
     of it. space: the dimensions that are split, in the order of the field's axes, counted from the end (negative).
+    index: which tensor of a `LocalStep` it is.
     """
 
     whole: Tensor
     blocks: Decomposition | None = None
     space: tuple[int, ...] = ()
+    index: int = -1
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.whole.shape
 
     @property
     def is_field(self) -> bool:
@@ -58,10 +57,10 @@ class Value:
         """Whether ``dim``, of any sign, is an axis of space."""
         return (dim if dim < 0 else dim - self.whole.dim()) in self.space
 
-    @property
-    def storage(self) -> int:
-        """The same number for tensors of torch's program that share memory."""
-        return int(self.whole.untyped_storage()._cdata)
+
+def storage_of(whole: Tensor) -> int:
+    """The same number for tensors of torch's program that share memory."""
+    return int(whole.untyped_storage()._cdata)
 
 
 def traced(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -69,12 +68,36 @@ def traced(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
+def rebuilt(one: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """The arguments ``one`` with ``function`` of each that is of a ``kind``."""
+    if isinstance(one, kind):
+        return function(one)
+    if isinstance(one, (tuple, list)):
+        return (list if isinstance(one, list) else tuple)([rebuilt(each, kind, function) for each in one])
+    if isinstance(one, dict):
+        return {name: rebuilt(each, kind, function) for name, each in one.items()}
+    if isinstance(one, slice):
+        return slice(*rebuilt((one.start, one.stop, one.step), kind, function))
+    return one
+
+
+def shape_text(shape: Sequence[int], batch: int) -> str:
+    """A shape for an error; its first size is the batch if it is ``batch``."""
+    return f"[{', '.join('batch' if not dim and size == batch else str(size) for dim, size in enumerate(shape))}]"
+
+
+def said(value: Value) -> str:
+    """Shape and blocks for an error."""
+    ways = f" in the blocks {value.blocks.blocks}" if value.blocks else " on every rank"
+    return shape_text(value.shape, value.shape[0] if value.shape else 0) + ways
+
+
 def reshaped_space(value: Value, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Where the axes of space are after a reshape to ``shape``; None if it mixes points with other dimensions.
 
     A dimension stays as it is in a reshape if it has the same size and as many elements before it.
     """
-    before, found, start = list(value.whole.shape), [], 0
+    before, found, start = list(value.shape), [], 0
     for dim in sorted(value.space):
         size, ahead = before[dim], math.prod(before[:dim])
         places = [p for p in range(start, len(shape)) if shape[p] == size and math.prod(shape[:p]) == ahead]
@@ -102,6 +125,6 @@ def shared_blocks(values: Sequence[Value], whole: Tensor) -> Decomposition:
     split = [(one, one.blocks) for one in values if one.blocks is not None]
     axes = []
     for axis, dim in enumerate(split[0][0].space):
-        full = [blocks.blocks[axis] for one, blocks in split if one.whole.shape[dim] == whole.shape[dim]]
+        full = [blocks.blocks[axis] for one, blocks in split if one.shape[dim] == whole.shape[dim]]
         axes.append(full[0])
     return Decomposition(tuple(axes))

@@ -125,7 +125,18 @@ def by_type(m, x):
     return x * 2 if isinstance(x, torch.Tensor) else x + 1
 
 
+def modulo(m, x):
+    x %= 2
+    return x
+
+
 TAKEN = {
+    "condition of the batch": lambda m, x: x if x.shape[0] > 1 else -x,
+    "operator in place": modulo,
+    "dtype and device": lambda m, x: x.float().to(x.dtype) + torch.ones(len(x), 1, 9, 1, device=x.device),
+    "zeros of both signs": lambda m, x: torch.atan2(x * 0.0, x) + torch.atan2(x * -0.0, x),
+    "a function in a branch": lambda m, x: x.add(1) if x.is_floating_point() and x.ndim == 4 else x.T,
+    "sizes for a program": lambda m, x: x * float(x.shape[0]) / x.numel(),
     "pointwise": lambda m, x: F.leaky_relu(x, 0.1) * torch.sin(x).clamp(-0.5, 0.5) - 3 / (2 + x**2) + (-x).exp().neg(),
     "methods": lambda m, x: x.sub(1).tanh().add(x, alpha=2).abs().sqrt().to(torch.float64).contiguous(),
     "where": lambda m, x: torch.where(x > 0, x, 0.1 * x).masked_fill(x > 2, 0.5),
@@ -221,11 +232,6 @@ def contiguous_in_place(m, x):
     return y
 
 
-def modulo(m, x):
-    x %= 2
-    return x
-
-
 def gradient_wanted(m, x):
     y = x * 1
     y.requires_grad = True
@@ -271,7 +277,6 @@ REFUSED = {
     "dropout": (lambda m, x: F.dropout(x, 0.5), "function dropout.*nn.Dropout"),
     "item": (lambda m, x: x * x.mean().item(), "method item"),
     "condition": (lambda m, x: x if x.mean() > 0 else -x, "control flow"),
-    "condition of the batch": (lambda m, x: x if x.shape[0] > 1 else -x, "control flow"),
     "loop": (lambda m, x: sum(one for one in x), "a loop over a tensor"),
     "sum of integers": (
         lambda m, x: x.long().sum((2, 3)),
@@ -301,7 +306,7 @@ REFUSED = {
     "functional convolution": (lambda m, x: F.conv2d(x, m.conv.weight), "function conv2d.*nn.Conv2d as a layer"),
     "interpolation": (lambda m, x: F.interpolate(x, scale_factor=1.5), "interpolate.*not whole numbers"),
     "antialias": (lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True), "antialias"),
-    "last axis": (lambda m, x: x + m.last, "function add"),
+    "last axis": (lambda m, x: x + m.last, "method add"),
     "no_grad": (no_grad, "no_grad, torch.autocast"),
     "autocast": (autocast, "no_grad, torch.autocast"),
     "assignment": (assigned, "assignment to a part"),
@@ -319,20 +324,18 @@ REFUSED = {
     "kept": (kept_as_attribute, "Of '': its forward keeps a tensor"),
     "kept in a list": (kept_in_a_list, "keeps a tensor"),
     "kept in a buffer": (kept_in_a_buffer, "keeps a tensor"),
-    "operator in place": (modulo, "operator in place"),
     "attribute of a tensor": (gradient_wanted, "assignment to the attribute requires_grad"),
     "bytes": (lambda m, x: x.view(torch.int64).double(), "method view.*dtype"),
     "index of a tensor": (lambda m, x: torch.arange(9.0)[x.long()], "test_functions.py"),
     "size of a tensor": (lambda m, x: torch.arange(9.0).expand(x), "function|method|forward"),
     "attribute": (lambda m, x: x.T, "attribute T"),
-    "dtype": (lambda m, x: x.to(x.dtype), "attribute dtype"),
     "out": (lambda m, x: torch.add(x, x, out=x), "out= is in place"),
     "squeeze": (lambda m, x: x.squeeze(), "method squeeze"),
     "divisor": (lambda m, x: F.avg_pool2d(x, 2, divisor_override=3), "divisor_override"),
     "indices": (lambda m, x: F.max_pool2d(x, 2, return_indices=True), "indices"),
     "indices, adaptive": (lambda m, x: F.adaptive_max_pool2d(x, 1, return_indices=True), "indices"),
-    "values for a program": (lambda m, x: x * float(x.shape[0]), r"forward of Of \(.*test_functions.py:\d+\)"),
-    "two fields": (lambda m, x: x + F.interpolate(x, scale_factor=2), "function add.*broadcast"),
+    "an error of Python": (lambda m, x: x * {}[x.dim()], r"forward of Of \(.*test_functions.py:\d+\): KeyError: 4"),
+    "two fields": (lambda m, x: x + F.interpolate(x, scale_factor=2), "method add.*broadcast"),
 }
 
 
@@ -348,9 +351,12 @@ def test_is_refused_by_name(comm, name):
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
-def test_a_trace_leaves_torch_as_it_was(comm):
+def test_shard_leaves_torch_as_it_was(comm):
+    apply, call = vars(torch.autograd.Function)["apply"], nn.Module.__call__
     refusal(Of(lambda m, x: Straight.apply(x)), comm, 4, (9, 11))
     x = draw(2).requires_grad_()
     Straight.apply(x).sum().backward()
+    assert vars(torch.autograd.Function)["apply"] is apply
+    assert nn.Module.__call__ is call
     assert x.grad.tolist() == [2, 2]
     assert isinstance(nn.Conv2d(1, 1, 1).weight, nn.Parameter)

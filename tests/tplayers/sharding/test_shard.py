@@ -24,7 +24,6 @@ REFUSED = {
     "ViT": r"method reshape \(.*others.py:\d+\): from \[batch, 8, 4, 6\] to \[batch, 8, 24\].*FieldAttention",
     "non-local block": r"method view \(.*others.py:\d+\): from \[batch, 2, 8, 10\] .*FieldAttention",
     "early exit": r"control flow that depends on values \(.*others.py:\d+\).*torch.where",
-    "CoordConv": r"forward of CoordConv \(.*others.py:\d+\).*expand.*one sample in tensors of your own",
 }
 
 
@@ -134,6 +133,54 @@ def test_shared_modules_and_tied_parameters(comm):
     sharded = equals_whole(module, comm, 2, (9, 11))
     assert sharded._modules["again"] is sharded._modules["conv"]
     assert sharded._modules["head"].weight is sharded._modules["conv"].weight
+
+
+def test_parameters_and_layers_in_lists(comm):
+    module = Of(lambda m, x: m.steps[1](m.steps[0](x)) * m.scales[0] + next(m.parameters()), p=parameter(4, 1, 1))
+    module.conv = nn.Conv2d(4, 4, 1)
+    module.scales, module.steps = [module.p], [module.conv, torch.tanh]
+    equals_whole(module.double(), comm, 4, (9, 11))
+
+
+def test_a_condition_on_the_batch_is_asked_at_each_forward(comm):
+    module = Of(lambda m, x: m.conv(x) * len(x) if x.shape[0] > 1 else -m.conv(x), conv=nn.Conv2d(2, 2, 3)).double()
+    grid, field = uneven(comm, (9, 11))
+    torch.manual_seed(1)
+    nn.init.normal_(module.conv.weight)
+    nn.init.zeros_(module.conv.bias)
+    sharded = tplayers.shard(module, grid, field)
+    for batch in (3, 1, 2):
+        x = draw(batch, 2, 9, 11)
+        torch.testing.assert_close(joined(sharded(cut(x, field, grid)), sharded.output, grid), module(x))
+
+
+def test_a_layer_that_no_other_batch_has_is_refused_on_every_rank(comm):
+    torch.manual_seed(1)
+    module = Of(lambda m, x: m.b(x) if len(x) == 1 else m.a(x), a=nn.Conv2d(1, 1, 1), b=nn.Conv2d(1, 1, 1))
+    grid, field = uneven(comm, (9, 11))
+    sharded = tplayers.shard(module, grid, field)
+    sharded(torch.ones(2, 1, *field.local_shape(grid.coords)))
+    with pytest.raises(ValueError, match=r"this layer in 'b' \(.*test_shard.py:\d+\): its call depends on the batch"):
+        sharded(torch.ones(1, 1, *field.local_shape(grid.coords)))
+
+
+@pytest.mark.sizes(1, 2)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_deep_copy_is_on_its_own(comm, used):
+    module = made("DenseNet").eval()
+    grid, field = uneven(comm, (12, 15))
+    sharded = tplayers.shard(module, grid, field)
+    x = cut(draw(2, 2, 12, 15), field, grid)
+    expected = sharded(x) if used else None
+    copied = copy.deepcopy(sharded)
+    with torch.no_grad():
+        for one in copied.parameters():
+            one.mul_(0.5)
+    copied(x).sum().backward()
+    assert all(one.grad is None for one in sharded.parameters())
+    assert expected is None or torch.equal(sharded(x), expected)
+    module.load_state_dict(copied.state_dict())
+    torch.testing.assert_close(copied(x), module(draw(2, 2, 12, 15)))
 
 
 def test_parts_that_the_forward_does_not_use_stay_in_the_state_dict(comm):
