@@ -36,7 +36,8 @@ class Field(Tensor):
 
     @staticmethod
     def of(program: Any, value: Value, local: Tensor | None, memory: Alias) -> Field:
-        made = Field()
+        # Without values it needs a gradient: so does then what an autograd Function makes of it.
+        made = Field() if local is not None else torch.empty(0, requires_grad=True).as_subclass(Field)
         made.program, made.value, made.local, made.memory = program, value, local, memory
         return made
 

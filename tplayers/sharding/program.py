@@ -8,6 +8,7 @@ the same kind. When a module is sharded its forward runs without values (`dry`):
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -160,14 +161,14 @@ class Program:
     def _require_surroundings(self) -> None:
         """Refuse what would do something with the call that a rule does not see."""
         for frame, _ in _frames():
-            if frame.f_code is torch.autograd.Function.apply.__code__:
-                name = frame.f_locals["cls"].__name__
-                raise self.refused(f"the autograd Function {name}", "its backward is of a block, not of the field")
+            kind = frame.f_locals.get("cls") if frame.f_code.co_name == "apply" else None
+            if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):  # torch up to 2.13
+                raise self.refused(f"the autograd Function {kind.__name__}", "its backward is that of a block")
             if frame.f_code.co_filename == checkpoint.__file__:
                 raise self.refused("torch.utils.checkpoint", "it does not see all that the ranks compute")
         if _modes() != self.modes:
             raise self.refused(
-                "a block of torch.no_grad, torch.autocast or their like within the forward",
+                "an autograd Function, or a block of torch.no_grad, torch.autocast or their like, within the forward",
                 "layers of fields compute their gradients themselves",
                 "x.detach(), or the block around the whole module",
             )
@@ -175,7 +176,7 @@ class Program:
 
 def _frames(error: Exception | None = None) -> Iterator[tuple[FrameType, int]]:
     """Frames and lines within the module's forward, the innermost first: of ``error``, or of now."""
-    walk = traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
+    walk = traceback.walk_stack(sys._getframe()) if error is None else [*traceback.walk_tb(error.__traceback__)][::-1]
     for frame, line in walk:
         if frame.f_code.co_filename == f"{_HERE}/shard.py":
             return

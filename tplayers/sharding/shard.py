@@ -65,8 +65,7 @@ def shard(
         for one in program.root.modules():
             if id(one) in program.paths:
                 one.training = training
-        program.begin(some.device, dry=True)
-        passes.append((_dry(program, own, shape, some.dtype), "\n".join(program.log), program.constants))
+        passes.append((_dry(program, own, shape, some), "\n".join(program.log), program.constants))
     (output, text, constants), (_, other, others) = passes
     if text != other or not all(map(torch.equal, constants, others)):
         raise Refused(
@@ -137,11 +136,13 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), kind, np.asarray(keys).tobytes(), *rest
 
 
-def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Run the forward without values. Returns the decompositions of its results."""
+def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], like: Tensor) -> Any:
+    """Run the forward without values, of the dtype and device of ``like``. Returns the blocks of its results."""
     title, drawn = f"the forward of {type(own).__name__}", _random_states()
     try:
-        found = program.root(program.input(None, shape, dtype))
+        with torch.inference_mode(False), torch.enable_grad():
+            program.begin(like.device, dry=True)
+            found = program.root(program.input(None, shape, like.dtype))
     except Refused:
         raise
     except Exception as error:
@@ -158,6 +159,9 @@ def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], dtype: torch.
                 f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which "
                 "holds a block of a field; return the tensor"
             )
+    for one in private("tree_leaves")(found):
+        if not isinstance(one, Field) and getattr(one, "requires_grad", hasattr(one, "__dict__")):
+            raise program.refused(title, f"it returns a {type(one).__name__}", "tensors, in tuples, lists or dicts")
     return private("tree_map")(lambda one: one.value.blocks if isinstance(one, Field) else None, found)
 
 

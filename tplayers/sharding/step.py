@@ -48,7 +48,7 @@ class LocalStep:
             fresh = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
             return replace(one.value, whole=fresh, index=index)
         if one.requires_grad:
-            raise self.refused("a tensor that needs gradients", "it is not a parameter of the module")
+            raise self.refused("a tensor that needs gradients", "it is no parameter of the module")
         return Value(traced(one.shape, one.dtype), index=index)
 
     # What rules call --------------------------------------------------------------------------------------------------

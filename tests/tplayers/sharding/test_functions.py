@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import types
 
 import numpy as np
 import pytest
@@ -263,6 +264,12 @@ class Straight(torch.autograd.Function):
         return 2 * grad
 
 
+class Constant(Straight):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ones(1, dtype=torch.float64)
+
+
 def by_mode(m, x):
     return m.conv(x) if m.training else x
 
@@ -314,7 +321,13 @@ REFUSED = {
     "in place, of a crop": (crop_in_place, "method mul_.*in place"),
     "in place, perhaps of a copy": (contiguous_in_place, "method mul_.*in place"),
     "in place, of a parameter": (lambda m, x: x + m.channel.mul_(2).sum(), "method mul_.*in place"),
-    "autograd Function": (lambda m, x: Straight.apply(x), "autograd Function Straight"),
+    "autograd Function": (
+        lambda m, x: Straight.apply(x),
+        "the autograd Function Straight|an autograd Function, or",
+    ),  # as torch up to 2.13, or from 2.14 on, calls it
+    "autograd Function of nothing": (lambda m, x: x + Constant.apply(x), "a tensor that needs gradients.*no param"),
+    "autograd Function of nothing, returned": (lambda m, x: Constant.apply(x), "forward of Of.* returns a Tensor"),
+    "result of another kind": (lambda m, x: types.SimpleNamespace(y=x), "forward of Of.* returns a SimpleNamespace"),
     "recomputation": (lambda m, x: checkpoint(m.conv, x, use_reentrant=False), "torch.utils.checkpoint"),
     "recomputation as a Function": (
         lambda m, x: checkpoint(m.conv, x, use_reentrant=True),
