@@ -13,7 +13,7 @@ from .values import Value
 class Alias:
     """What tensors that share memory have in common. frozen: nothing may change it in place."""
 
-    def __init__(self, *, frozen: bool = False) -> None:
+    def __init__(self, frozen: bool) -> None:
         self.frozen = frozen
 
 
@@ -88,6 +88,8 @@ def key_of(one: Any, given: list[Any]) -> Any:
     if kind is Field:
         given.append(one)
         return one.value
+    if one is None or kind is int or kind is str:
+        return one
     if isinstance(one, (tuple, list)):
         return kind, *[key_of(each, given) for each in one]
     if isinstance(one, float):

@@ -21,7 +21,7 @@ from tplayers.fields.spectral import SpectralConv
 from .parts import PointLayer, SharedDropout, meta_of
 from .resizing import pooled
 from .step import LocalStep
-from .values import Refused, Value, said, traced
+from .values import Refused, Value, said, shaped
 
 #: a rule for a call of a layer: (step, layer, its path in the module, the tensor that goes in), and an output_size
 LayerRule = Callable[..., Any]
@@ -90,7 +90,7 @@ _KEEPING: list[tuple[tuple[type, ...], Maker]] = [
 ]
 #: layers on the last dimensions of a tensor, which must be channels
 _POINTWISE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
-#: torch's modules that are traced through: containers, and those whose forward is a function that has a rule
+#: torch's modules that run as they are: containers, and those whose forward is a function that has a rule
 _THROUGH: tuple[type, ...] = (
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle),
     *(nn.PixelUnshuffle, nn.ChannelShuffle, nn.Upsample, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU),
@@ -113,7 +113,7 @@ _INSTEAD = {
 
 
 def rule_of(m: nn.Module) -> LayerRule | None:
-    """The rule for a call of ``m``; None if it is traced through, as modules of the user's own are."""
+    """The rule for a call of ``m``; None if it runs as it is, as modules of the user's own are."""
     if isinstance(m, FieldLayer):
         return _own
     classes = type(m).__mro__
@@ -150,7 +150,7 @@ def _own(t: LocalStep, m: nn.Module, path: str, x: Value) -> Value:
         channels = weight.shape[isinstance(m, SpectralConv)]
     elif isinstance(m, FieldConvTranspose):
         channels = weight.shape[1] * m.groups
-    whole = traced((x.shape[0], channels, *m.output.shape), x.whole.dtype)
+    whole = shaped((x.shape[0], channels, *m.output.shape), x.whole.dtype)
     everywhere = isinstance(m, FieldGlobalPool)
     return t.through(m, x, Value(whole) if everywhere else Value(whole, m.output, x.space))
 
@@ -248,7 +248,7 @@ def _replacement(maker: Maker, *, moving: bool) -> LayerRule:
             raise t.refused(name, str(error)) from error
         if is_dropout(m):
             return t.through(made, x, x)
-        whole = traced((x.shape[0], getattr(m, "out_channels", x.shape[1]), *made.output.shape), x.whole.dtype)
+        whole = shaped((x.shape[0], getattr(m, "out_channels", x.shape[1]), *made.output.shape), x.whole.dtype)
         return t.through(made, x, Value(whole, made.output, x.space))
 
     return rule

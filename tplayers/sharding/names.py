@@ -75,9 +75,7 @@ INSTEAD = {
 
 
 #: an attribute or method of this name says something of the whole tensor, which is known without values
-ANSWERED = frozenset(
-    {"size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex", "layout"}
-)
+ANSWERED = frozenset({"size", "dim", "ndim", "numel", "__len__", "is_floating_point", "is_complex", "layout"})
 #: what Python's syntax calls: the part, why, and what to use instead
 REFUSED = {
     "__bool__": (

@@ -53,6 +53,6 @@ class SharedDropout(FieldDropout):
 
 
 def meta_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """What ``layer`` makes of the traced tensor ``x``."""
+    """What ``layer`` makes of the tensor ``x`` without values."""
     with torch.no_grad():
         return copy.deepcopy(layer).to("meta")(x)  # type: ignore[no-any-return]

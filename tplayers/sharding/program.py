@@ -27,7 +27,7 @@ from tplayers.fields.layer import replicated
 
 from .field import Alias, Field, key_of
 from .step import LocalStep
-from .values import Refused, Value, rebuilt, traced
+from .values import Refused, Value, rebuilt, shaped
 
 #: the folders of torch and of this room
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
@@ -74,14 +74,14 @@ class Program:
     def input(self, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Field:
         """The field that goes in. x: this rank's block."""
         space = tuple(range(-len(self.field.shape), 0))
-        return Field.of(self, self.known(traced(shape, dtype), self.field, space), x, Alias())
+        return Field.of(self, self.known(shaped(shape, dtype), self.field, space), x, Alias(False))
 
     def everywhere(self, one: Tensor, label: str) -> Field:
         """A parameter or buffer of the module."""
-        value, trained = self.known(traced(one.shape, one.dtype)), isinstance(one, nn.Parameter)
+        value, trained = self.known(shaped(one.shape, one.dtype)), isinstance(one, nn.Parameter)
         if trained and not self.dry:
             one = replicated(self.grid.comm, one)[0]
-        field = Field.of(self, value, None if self.dry else one, Alias(frozen=True))
+        field = Field.of(self, value, None if self.dry else one, Alias(True))
         field._is_param, field.label = trained, label
         return field
 
@@ -95,7 +95,7 @@ class Program:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a function or method returns."""
         given: list[Any] = []
-        key = function, key_of(args, given), key_of(kwargs, given)
+        key = function, *[key_of(one, given) for one in args], key_of(kwargs, given) if kwargs else None
         return self._done(key, given, self._function_rule, function, args, kwargs)
 
     def call_layer(self, place: Place, args: tuple[Any, ...]) -> Any:
@@ -107,15 +107,17 @@ class Program:
 
     def _done(self, key: Any, given: list[Any], rule: Callable[..., Any], *args: Any, count: int = 0) -> Any:
         """What ``rule`` makes of ``args``, whose tensors are ``given``. count: the number of the call of a layer."""
-        for index, one in enumerate(given):  # a parameter may stand in a list of the user's
-            if type(one) is nn.Parameter and (id(one) in self.trained or not self.dry):
-                given[index] = self.everywhere(one, "")
         step = self._steps.get(key)
+        if step is None or step.others:
+            others = any(type(one) is not Field for one in given)
+            for index, one in enumerate(given):  # a parameter may stand in a list of the user's
+                if type(one) is nn.Parameter and (id(one) in self.trained or not self.dry):
+                    given[index] = self.everywhere(one, "")
         if step is None or self.dry or self.modes[0] != torch.is_grad_enabled():
             self._require_surroundings()
         if step is None:
             with private("_DisableFuncTorch")():
-                step = LocalStep(self, given, args[1] if count else "", count)
+                step = LocalStep(self, given, args[1] if count else "", count, others)
                 values = iter(step.given)
                 step.finish(rule(step, *rebuilt(args, Tensor, lambda _: next(values))))
             self._steps[key] = step

@@ -12,7 +12,7 @@ from tplayers.fields.resample import FieldResample
 from tplayers.fields.upsample import FieldUpsample
 
 from .step import LocalStep
-from .values import Value, said, traced
+from .values import Value, said, shaped
 
 
 def _through(t: LocalStep, name: str, options: tuple[Any, ...], x: Value, make: Callable[[], FieldLayer]) -> Value:
@@ -21,7 +21,7 @@ def _through(t: LocalStep, name: str, options: tuple[Any, ...], x: Value, make: 
         layer: Any = t.program.layer(name, (x.blocks, options), make)
     except ValueError as error:
         raise t.refused(name, str(error)) from error
-    whole = traced((*x.shape[:2], *layer.output.shape), x.whole.dtype)
+    whole = shaped((*x.shape[:2], *layer.output.shape), x.whole.dtype)
     return t.through(layer, x, Value(whole, layer.output, x.space))
 
 
@@ -31,7 +31,7 @@ def pooled(t: LocalStep, x: Value, mode: str, path: str = "a mean of the field")
         raise t.refused("a mean of the field", f"it needs [batch, channels, *space], not {said(x)}", "permute")
     blocks = x.blocks
     layer = t.program.layer(path, (blocks, mode), lambda: FieldGlobalPool(t.grid, blocks, mode=mode))
-    return t.through(layer, x, Value(traced((*x.shape[:2], *(1 for _ in x.space)), x.whole.dtype)))
+    return t.through(layer, x, Value(shaped((*x.shape[:2], *(1 for _ in x.space)), x.whole.dtype)))
 
 
 def upsampled(t: LocalStep, x: Value, options: dict[str, Any]) -> Value:

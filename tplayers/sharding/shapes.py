@@ -14,7 +14,7 @@ from . import names
 from .calls import FieldCall, dims_of, emit_aligned, emit_results, require_shape
 from .layers import replace
 from .resizing import padded
-from .values import Value, permuted_space, reduced_space, reshaped_space, shape_text, shared_blocks, traced
+from .values import Value, permuted_space, reduced_space, reshaped_space, shape_text, shaped, shared_blocks
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -41,7 +41,7 @@ def reshaping(c: FieldCall) -> Any:
 
 def permuting(c: FieldCall) -> Any:
     """A permutation must keep the order of the axes of space."""
-    whole, probe = c.whole(), traced(_PRIMES[: c.x.whole.dim()], torch.float32)
+    whole, probe = c.whole(), shaped(_PRIMES[: c.x.whole.dim()], torch.float32)
     moved = c.function(probe, *c.args[1:], **c.kwargs).shape
     space = permuted_space(c.x, [_PRIMES.index(size) for size in moved])
     if space is None:

@@ -24,6 +24,8 @@ from .values import Refused
 
 #: the samples of the pass without values: a number that is no size of a network's own
 _BATCH = 7
+#: calls that are not replaced
+_CALLS = (nn.Module.__call__, nn.ParameterList.__call__, nn.ParameterDict.__call__)
 
 
 def shard(
@@ -68,10 +70,9 @@ def shard(
         passes.append((_dry(program, own, shape, some), "\n".join(program.log), program.constants))
     (output, text, constants), (_, other, others) = passes
     if text != other or not all(map(torch.equal, constants, others)):
-        raise Refused(
-            f"shard cannot take {type(module).__name__}: its forward does other things in training than in evaluation, "
-            "besides its layers; use layers, such as nn.Dropout, or shard a module for each"
-        )
+        why = "its forward does other things in training than in evaluation, besides its layers"
+        instead = "use layers, such as nn.Dropout, or shard a module for each"
+        raise Refused(f"shard cannot take {type(module).__name__}: {why}; {instead}")
     return ShardedModule(own, program, shape[1], output, text)
 
 
@@ -155,10 +156,8 @@ def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], like: Tensor)
     for path, one in program.root.named_modules():
         kept = {name: value for name, value in vars(one).items() if name != "_modules"}
         if any(isinstance(value, Field) for value in private("tree_leaves")(kept)):
-            raise Refused(
-                f"shard cannot take {type(one).__name__} {path!r}: its forward keeps a tensor as an attribute, which "
-                "holds a block of a field; return the tensor"
-            )
+            why = "its forward keeps a tensor as an attribute, which holds a block of a field; return the tensor"
+            raise Refused(f"shard cannot take {type(one).__name__} {path!r}: {why}")
     for one in private("tree_leaves")(found):
         if not isinstance(one, Field) and getattr(one, "requires_grad", hasattr(one, "__dict__")):
             raise program.refused(title, f"it returns a {type(one).__name__}", "tensors, in tuples, lists or dicts")
@@ -168,14 +167,13 @@ def _dry(program: Program, own: nn.Module, shape: tuple[int, ...], like: Tensor)
 def _require_plain(module: nn.Module) -> None:
     """Refuse what would be lost: hooks, parametrizations and parameters without a shape."""
     if type(module).train is not nn.Module.train:
-        raise Refused(
-            f"shard cannot take {type(module).__name__}: its train() is its own, and would be lost; use a layer's"
-        )
+        why = "its train() is its own, and would be lost; use a layer's"
+        raise Refused(f"shard cannot take {type(module).__name__}: {why}")
     for path, one in module.named_modules():
         where = f"{type(one).__name__} {path!r}"
         if any(getattr(one, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
             raise Refused(f"shard cannot take {where}: it has hooks, which would be lost; remove them")
-        if "forward" in vars(one) or type(one).__call__ is not nn.Module.__call__:
+        if "forward" in vars(one) or type(one).__call__ not in _CALLS:
             raise Refused(f"shard cannot take {where}: its forward or its call is replaced, and would be lost")
         if parametrize.is_parametrized(one):
             raise Refused(f"shard cannot take {where}: it is parametrized; use parametrize.remove_parametrizations")

@@ -16,7 +16,7 @@ from tplayers.fields.pool import FieldMaxPool
 from tplayers.movement.operators import repartition
 
 from .field import Alias, Field
-from .values import Refused, Value, rebuilt, storage_of, traced
+from .values import Refused, Value, rebuilt, shaped, storage_of
 
 #: why a change of what others see is refused, and what to use instead
 IN_PLACE = "it changes a parameter, a buffer or a copy in place", "the function that makes a new tensor"
@@ -28,11 +28,11 @@ class LocalStep:
     """What a rank does for one call: the functions of ``todo``, one after the other, each with tensors before it.
 
     program: a Program. given: the tensors of the call. path, count: of the layer that is called, and the number of its
-    call in this pass.
+    call in this pass. others: whether tensors of the user's own are among the arguments.
     """
 
-    def __init__(self, program: Any, given: list[Any], path: str, count: int) -> None:
-        self.program, self.grid, self.path, self.count = program, program.grid, path, count
+    def __init__(self, program: Any, given: list[Any], path: str, count: int, others: bool) -> None:
+        self.program, self.grid, self.path, self.count, self.others = program, program.grid, path, count, others
         self.given = [self._known(one, index) for index, one in enumerate(given)]
         #: with the places of tensors among the arguments, if they are not in lists
         self.todo: list[tuple[Callable[..., Any], Any, dict[str, Any], list[tuple[int, int]] | None]] = []
@@ -49,7 +49,7 @@ class LocalStep:
             return replace(one.value, whole=fresh, index=index)
         if one.requires_grad:
             raise self.refused("a tensor that needs gradients", "it is no parameter of the module")
-        return Value(traced(one.shape, one.dtype), index=index)
+        return Value(shaped(one.shape, one.dtype), index=index)
 
     # What rules call --------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class LocalStep:
                 return x
             if not x.at_end:
                 raise self.refused("this function", "its fields have different blocks, and channels are last")
-            value = Value(traced(x.shape, x.whole.dtype), target, space)
+            value = Value(shaped(x.shape, x.whole.dtype), target, space)
             text = f"Blocks({x}, {x.blocks.blocks} -> {target.blocks})"
             return self.emit(repartition, (x, self.grid.comm, x.blocks, target), {}, value, text)
         slices = blocks.slices(self.grid.coords)
@@ -155,10 +155,10 @@ class LocalStep:
             if index < len(given) or self.writes:
                 found.append(given[0 if self.writes else index])
                 continue
-            memory = Alias(frozen=frozen) if owner is None else given[owner].memory
-            field = Field.of(program, value, slots[index] if slots else None, memory)
-            field.label = f"{len(program.log)}.{index}"
-            found.append(field)
+            memory = Alias(frozen) if owner is None else given[owner].memory
+            found.append(Field.of(program, value, slots[index] if slots else None, memory))
+            if program.dry:
+                found[-1].label = f"{len(program.log)}.{index}"
         return self._number if not found else found[0] if self._kind is Value else self._kind(found)
 
 

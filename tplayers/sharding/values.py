@@ -63,7 +63,7 @@ def storage_of(whole: Tensor) -> int:
     return int(whole.untyped_storage()._cdata)
 
 
-def traced(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def shaped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor without storage."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 

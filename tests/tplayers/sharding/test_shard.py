@@ -140,6 +140,10 @@ def test_parameters_and_layers_in_lists(comm):
     module.conv = nn.Conv2d(4, 4, 1)
     module.scales, module.steps = [module.p], [module.conv, torch.tanh]
     equals_whole(module.double(), comm, 4, (9, 11))
+    scales = nn.ParameterList([parameter(4, 1, 1), parameter(1, seed=5)])
+    named = nn.ParameterDict({"a": parameter(4, 1, 1, seed=6)})
+    module = Of(lambda m, x: x * m.scales[0] + m.named["a"] / m.scales[1], scales=scales, named=named)
+    equals_whole(module.double(), comm, 4, (9, 11))
 
 
 def test_a_condition_on_the_batch_is_asked_at_each_forward(comm):
