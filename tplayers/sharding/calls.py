@@ -102,7 +102,4 @@ def dims_of(c: FieldCall, place: int, name: str = "dim") -> list[int] | None:
     if given is None:
         return None
     count = c.x.whole.dim()
-    try:
-        return [d - count if d >= 0 else d for d in (given if isinstance(given, (tuple, list)) else [given])]
-    except TypeError as error:
-        raise c.refused(f"{name}={given!r} is not a dimension") from error
+    return [d - count if d >= 0 else d for d in (given if isinstance(given, (tuple, list)) else [given])]

@@ -11,9 +11,9 @@ from .values import Value
 
 
 class Alias:
-    """What tensors that share memory have in common. frozen: nothing may change it in place."""
+    """What tensors that share memory have in common. frozen: 1: no call may change the values; 2: nor the shape."""
 
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self, frozen: int) -> None:
         self.frozen = frozen
 
 
@@ -50,7 +50,7 @@ class Field(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise _some_field((args, kwargs)).program.unknown(str(function), "operator")
+        raise _some_field((args, kwargs)).program.unknown(f"the operator {function}")
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

@@ -25,20 +25,21 @@ def call(t: LocalStep, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if (attribute or said) in names.ANSWERED:
         return function(args[0].whole, *args[1:], **kwargs)
     if attribute:
-        raise t.program.unknown(attribute, "attribute")
+        raise t.program.unknown(f"the attribute {attribute}")
     if said in names.REFUSED:
         raise t.refused(*names.REFUSED[said])
     name = names.name_of(function)
     c = FieldCall(t, function, name or "", args, kwargs)
-    kind = "method" if names.is_method(function) else "function"
     if name is None:
-        raise t.program.unknown(said, kind, names.INSTEAD.get("fft" if "fft" in said else said, ""))
+        raise t.program.unknown(c.title, names.INSTEAD.get("fft" if "fft" in said else said, ""))
     if kwargs.get("out") is not None:
         raise c.refused("out= is in place")
     if c.in_place:
         t.writes = c.title
-        if c.x is not t.given[0] or 0 in t.constants or (said.endswith("_") and name not in names.POINTWISE):
+        if c.x is not t.given[0] or 0 in t.constants:
             raise c.refused(*IN_PLACE)
+        if name in names.RESHAPING | names.PERMUTING:
+            t.reshapes, c.function = True, getattr(Tensor, name)
     if name.startswith("dropout"):
         if c.argument(1, "p", 0.5) and c.argument(2, "training", True):
             raise c.refused("each rank would draw other numbers", "nn.Dropout as a layer of the module")
@@ -50,7 +51,7 @@ def call(t: LocalStep, function: Any, args: tuple[Any, ...], kwargs: dict[str, A
             if table not in _OF_ANY and c.x not in c.fields:
                 raise c.refused("its first tensor is one that every rank has, and another one is split")
             return rule(c)
-    raise t.program.unknown(name, kind, names.INSTEAD.get(name, ""))
+    raise t.program.unknown(c.title, names.INSTEAD.get(name, ""))
 
 
 def _everywhere(c: FieldCall) -> Any:

@@ -18,7 +18,7 @@ from tplayers.fields.pad import FieldPad
 from tplayers.fields.pool import FieldAvgPool, FieldMaxPool
 from tplayers.fields.spectral import SpectralConv
 
-from .parts import PointLayer, SharedDropout, meta_of
+from .parts import PointLayer, SharedDropout
 from .resizing import pooled
 from .step import LocalStep
 from .values import Refused, Value, said, shaped
@@ -176,7 +176,7 @@ def _points(t: LocalStep, m: nn.Module, path: str, x: Value) -> Value:
 def _on_points(t: LocalStep, m: nn.Module, path: str, x: Value) -> Value:
     """``m`` on each point, or on a tensor that every rank has."""
     try:
-        whole = meta_of(m, x.whole)
+        whole = copy.deepcopy(m).to("meta")(x.whole).detach()
     except (RuntimeError, ValueError, TypeError) as error:
         raise t.refused(f"nn.{type(m).__name__}", str(error)) from error
     layer = _layer(t, m, path, "points", lambda: PointLayer(m, t.grid))

@@ -91,12 +91,9 @@ def _functions() -> dict[Any, str]:
     found: dict[Any, str] = {}
     for name in sorted(KNOWN):
         for owner in (torch, F, torch._C._nn, torch.special):
-            function = getattr(owner, name, None)
-            if callable(function):
-                found.setdefault(function, name)
-            in_place = getattr(owner, f"{name}_", None)
-            if callable(in_place) and name in POINTWISE:
-                found.setdefault(in_place, name)
+            for function in (getattr(owner, name, None), getattr(owner, f"{name}_", None)):
+                if callable(function):
+                    found.setdefault(function, name)
     return found
 
 

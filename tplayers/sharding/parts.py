@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -50,9 +48,3 @@ class SharedDropout(FieldDropout):
 
     def _mask(self, keys: Tensor) -> Tensor:
         return super()._mask(keys).flatten(1)
-
-
-def meta_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """What ``layer`` makes of the tensor ``x`` without values."""
-    with torch.no_grad():
-        return copy.deepcopy(layer).to("meta")(x)  # type: ignore[no-any-return]

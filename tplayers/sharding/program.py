@@ -74,14 +74,14 @@ class Program:
     def input(self, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Field:
         """The field that goes in. x: this rank's block."""
         space = tuple(range(-len(self.field.shape), 0))
-        return Field.of(self, self.known(shaped(shape, dtype), self.field, space), x, Alias(False))
+        return Field.of(self, self.known(shaped(shape, dtype), self.field, space), x, Alias(0))
 
     def everywhere(self, one: Tensor, label: str) -> Field:
         """A parameter or buffer of the module."""
         value, trained = self.known(shaped(one.shape, one.dtype)), isinstance(one, nn.Parameter)
         if trained and not self.dry:
             one = replicated(self.grid.comm, one)[0]
-        field = Field.of(self, value, None if self.dry else one, Alias(True))
+        field = Field.of(self, value, None if self.dry else one, Alias(2))
         field._is_param, field.label = trained, label
         return field
 
@@ -155,10 +155,10 @@ class Program:
         text = f"shard cannot take {part}{f' in {path!r}' if path else ''}{f' ({line})' if line else ''}: {why}"
         return Refused(f"{text}; use {instead}" if instead else text)
 
-    def unknown(self, name: str, kind: str, instead: str = "") -> Refused:
+    def unknown(self, part: str, instead: str = "") -> Refused:
         """The error for what is not among the known functions."""
         why = "it is not among those that are known to be right on split fields"
-        return self.refused(f"the {kind} {name}", why, instead)
+        return self.refused(part, why, instead)
 
     def _require_surroundings(self) -> None:
         """Refuse what would do something with the call that a rule does not see."""

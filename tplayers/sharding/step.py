@@ -38,6 +38,8 @@ class LocalStep:
         self.todo: list[tuple[Callable[..., Any], Any, dict[str, Any], list[tuple[int, int]] | None]] = []
         #: the name of a function that changes the first tensor
         self.writes, self._texts = "", list[str]()
+        #: whether it changes not the values but the shape
+        self.reshapes = False
         self.constants = {index for index, one in enumerate(given) if type(one) is not Field}
         #: what no further call may change in place: the one may be a view of the other in torch and a copy here
         self.frozen = [self.given[index].whole for index in self.constants]
@@ -45,8 +47,7 @@ class LocalStep:
     def _known(self, one: Tensor, index: int) -> Value:
         if isinstance(one, Field):
             whole = one.value.whole
-            fresh = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
-            return replace(one.value, whole=fresh, index=index)
+            return replace(one.value, whole=whole.new_empty_strided(whole.shape, whole.stride()), index=index)
         if one.requires_grad:
             raise self.refused("a tensor that needs gradients", "it is no parameter of the module")
         return Value(shaped(one.shape, one.dtype), index=index)
@@ -131,10 +132,10 @@ class LocalStep:
     def run(self, given: list[Any]) -> Any:
         """What the call returns for the tensors ``given``. Collective, as layers are."""
         program = self.program
-        if self.writes and given[0].memory.frozen:
+        if self.writes and given[0].memory.frozen > self.reshapes:
             raise self.refused(self.writes, *IN_PLACE)
         for number in self._freezes:
-            given[number].memory.frozen = True
+            given[number].memory.frozen = given[number].memory.frozen or 1
         slots: list[Any] = []
         if program.dry:
             labels = [getattr(one, "label", "") for one in given]
@@ -152,13 +153,15 @@ class LocalStep:
                 slots.append(function(*args, **kwargs))
         found = []
         for index, value, owner, frozen in self._results:
-            if index < len(given) or self.writes:
+            if index < len(given) or (self.writes and not self.reshapes):
                 found.append(given[0 if self.writes else index])
                 continue
             memory = Alias(frozen) if owner is None else given[owner].memory
             found.append(Field.of(program, value, slots[index] if slots else None, memory))
             if program.dry:
                 found[-1].label = f"{len(program.log)}.{index}"
+        if self.reshapes:
+            given[0].value, given[0].local, found = found[0].value, found[0].local, [given[0]]
         return self._number if not found else found[0] if self._kind is Value else self._kind(found)
 
 

@@ -120,6 +120,15 @@ def integers(m, x):
     return y * torch.roll((3 * x).long(), 2, 3)
 
 
+def shaped_in_place(m, x):
+    y = x * 1
+    kept = y
+    y.cumsum_(1).unsqueeze_(2).squeeze_(2)
+    y.swapdims_(1, 1)
+    mask = (x > 0).any(1).unsqueeze_(1)
+    return kept * mask
+
+
 def by_type(m, x):
     if isinstance(x, nn.Parameter | list) or not torch.is_tensor(x):
         return x
@@ -169,6 +178,7 @@ TAKEN = {
     "coordinates": coordinates,
     "sizes": by_size,
     "in place": residual_in_place,
+    "in place, of shapes": shaped_in_place,
     "in place, of copies": lambda m, x: torch.cat([one.clone().mul_(2) + one for one in x.chunk(2, dim=1)], 1),
     "interpolation": interpolated,
     "interpolation to sizes": resampled,
@@ -321,6 +331,7 @@ REFUSED = {
     "in place, of a crop": (crop_in_place, "method mul_.*in place"),
     "in place, perhaps of a copy": (contiguous_in_place, "method mul_.*in place"),
     "in place, of a parameter": (lambda m, x: x + m.channel.mul_(2).sum(), "method mul_.*in place"),
+    "in place, of a parameter's shape": (lambda m, x: x + m.channel.unsqueeze_(1).sum(), "unsqueeze_.*in place"),
     "autograd Function": (
         lambda m, x: Straight.apply(x),
         "the autograd Function Straight|an autograd Function, or",
