@@ -29,3 +29,11 @@ def test_a_value_out_of_range_is_named(values, message):
 
 def test_ends_of_the_ranges_are_valid():
     assert Sampling(0, 0, 1.0, 0.001) != Sampling(1000.0, 1, 1e-9, 1000.0)
+
+
+def test_the_command_has_the_same_bounds():
+    """Its settings repeat them, so that its help needs no torch."""
+    from tplayers.generation import sampling
+    from trainers.generation import settings
+
+    assert (settings.LEAST, settings.MOST) == (sampling.LEAST, sampling.MOST)
