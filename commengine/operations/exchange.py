@@ -35,7 +35,7 @@ class Flight:
         self._transfers = sorted(transfers, key=lambda transfer: transfer[0])  # receives first
         self._requests: list[Any] = []
         self._statuses = [wire.status() for _ in transfers]
-        self._too_long: Exception | None = None
+        self._too_long: SettledError | None = None
         self._most = len(transfers)  # the messages that MPI may have
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class Flight:
             except load_mpi().Exception as error:
                 self._note(error)
         if self._too_long is not None:
-            raise SettledError(str(self._too_long)) from self._too_long
+            raise self._too_long
         for (verb, tensor, peer), status in zip(self._transfers, self._statuses, strict=True):
             if verb == "recv":
                 check_message(self._wire, tensor, peer, status)
@@ -85,7 +85,11 @@ class Flight:
         left = self._left(failed=True)
         if not is_too_long(error, self._statuses) or left >= self._most:
             raise error
-        self._too_long, self._most = error, left
+        self._most, mpi = left, load_mpi()
+        receives = [one for one in zip(self._transfers, self._statuses, strict=True) if one[0][0] == "recv"]
+        cut = (one for one, status in receives if mpi.Get_error_class(status.Get_error()) == mpi.ERR_TRUNCATE)
+        _, tensor, peer = next(cut, receives[0][0])
+        self._too_long = longer(tensor, peer, error)
 
     def _left(self, *, failed: bool = False) -> int:
         """The messages that MPI still has. failed: MPI has just raised."""
@@ -187,6 +191,13 @@ def is_too_long(error: Any, statuses: Sequence[Any] = ()) -> bool:
         return bool(found == mpi.ERR_TRUNCATE)
     each = {mpi.Get_error_class(status.Get_error()) for status in statuses}
     return each <= {mpi.SUCCESS, mpi.ERR_PENDING, mpi.ERR_TRUNCATE}
+
+
+def longer(tensor: Tensor, peer: int, error: Exception) -> SettledError:
+    """Return the error of a message that is longer than ``tensor``, which it was for."""
+    return SettledError(
+        f"recv of {tensor.numel()} elements of {tensor.dtype} from rank {peer} got a longer message ({error})"
+    )
 
 
 def check_message(wire: MpiWire, tensor: Tensor, peer: int, status: Any) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from commengine.errors import SettledError
 from commengine.host.wire import MpiWire
 from commengine.mpi import load_mpi
 from commengine.stream import DONE, Stream, Work
 
 from .checks import Caller, TensorLike, check_disjoint, check_rank, checked_tensor
-from .exchange import MessageOperation, Transfer, check_message, is_too_long
+from .exchange import MessageOperation, Transfer, check_message, is_too_long, longer
 from .operation import Run
 
 
@@ -43,7 +42,7 @@ class Recv(MessageOperation):
             try:
                 receive((address(tensor.data_ptr(), nbytes), kind), src, any_tag, status)
             except failures as error:
-                raise _settled(error) from error
+                raise _settled(error, tensor, src) from error
             if status.tag != tag or status.Get_count(kind) != count:
                 check_message(wire, tensor, src, status)
 
@@ -73,16 +72,16 @@ class SendRecv(MessageOperation):
             try:
                 exchange(going, dst, out_tag, coming, src, any_tag, status)
             except failures as error:
-                raise _settled(error) from error
+                raise _settled(error, received, src) from error
             if status.tag != into_tag or status.Get_count(into_kind) != count:
                 check_message(wire, received, src, status)
 
         return run
 
 
-def _settled(error: Any) -> Exception:
+def _settled(error: Any, tensor: Tensor, src: int) -> Exception:
     """The error of a blocking call: the ranks are in step if a message was too long, because MPI took it."""
-    return SettledError(str(error)) if is_too_long(error) else error
+    return longer(tensor, src, error) if is_too_long(error) else error
 
 
 SEND, RECV, SENDRECV = Send(), Recv(), SendRecv()

@@ -115,7 +115,7 @@ def test_a_message_of_another_length_or_dtype_is_an_error_of_its_rank(lane, sent
     got, right, left = torch.zeros(4), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     wrong = comm.exchange([(sent if comm.rank == 0 else torch.zeros(4), right)], [(got, left)], stream=stream)
     if comm.rank == 1:
-        with pytest.raises(CollectiveError, match=r"exchange: .*(message of|runcat|MPI_ERROR)"):
+        with pytest.raises(CollectiveError, match=r"exchange: recv of 4 .* from rank 0 got a (longer )?message"):
             wrong.start().wait()
     else:
         wrong.start().wait()
