@@ -7,7 +7,7 @@ from tests.commengine.timeout.crowd import CASES, TIMEOUT, run
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, 4, 8, 64, 256])
+@pytest.mark.parametrize("size", [2, 4, 8, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_report_costs_a_few_messages_for_each_rank(case, size):
     """A question, an answer and a last word, by at most a few ranks that ask at once; a thread for each look."""
     found = run(size, case)
@@ -16,7 +16,7 @@ def test_a_report_costs_a_few_messages_for_each_rank(case, size):
     assert found.bytes <= 200 * found.messages
 
 
-@pytest.mark.parametrize("size", [8, 64, 256])
+@pytest.mark.parametrize("size", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_each_rank_names_who_is_missing_to_it(size):
     found = run(size, "one computes")
     last = f"rank {size - 1}, all_reduce #1 (it has made no call there)"
