@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from .table import command_of
+
 #: the packages of each extra, by the names under which they are imported; ``study`` has those of ``train``, too
 PACKAGES = {
     "train": ("jinja2", "matplotlib", "pydantic", "safetensors", "tokenizers", "tqdm", "xxhash", "yaml"),
@@ -46,8 +48,9 @@ def say_what_is_missing(extra: str) -> None:
         from commengine.startup.tasks import task_number
 
         if task_number() == 0:
-            words = sys.orig_argv
-            program = f"python -m {words[words.index('-m') + 1]}" if "-m" in words[:-1] else Path(sys.argv[0]).name
+            words, listed = sys.orig_argv, command_of(sys.orig_argv[2:])  # of commengine COMMAND, or of -m MODULE
+            module = words[words.index("-m") + 1] if "-m" in words[:-1] else listed and listed.module
+            program = f"python -m {module}" if module else Path(sys.argv[0]).name
             print(f"{program}: error: {line}", file=sys.stderr, flush=True)
 
     sys.excepthook = hook

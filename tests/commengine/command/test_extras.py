@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from commengine.command.extras import PACKAGES, missing
+from commengine.command.extras import PACKAGES, missing, say_what_is_missing
 from tests.support import mpirun
 
 #: distributions whose packages have other names
@@ -51,3 +51,12 @@ def test_a_command_says_it_in_one_line(module, package, extra):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert line.endswith(f"error: {package} is not installed; pip install 'commengine[{extra}]' brings it")
+
+
+def test_the_line_names_the_module_behind_a_word_of_commengine(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/commengine", "train", "gpt", "--mock-data"])
+    monkeypatch.setattr(sys, "argv", ["-m", "--mock-data"])  # as while Python looks for the module
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    say_what_is_missing("train")
+    sys.excepthook(ModuleNotFoundError, ModuleNotFoundError("no", name="yaml"), None)
+    assert capsys.readouterr().err.startswith("python -m trainers.pretrain_gpt: error: yaml is not installed")
