@@ -158,6 +158,8 @@ class Communicator(OperationCalls, OwnsCommunicators):
         #: names this communicator in a compiled graph
         self.handle = compiled_ops.register(self)
         self._made_streams = 0
+        #: what users of the communicator keep for it; it goes when the communicator is closed
+        self.kept: dict[str, Any] = {}
         watch = self._watch if self._is_root else None
         self._dropped = weakref.finalize(self, _drop, name, self._streams, watch)
         self._dropped.atexit = False
@@ -369,6 +371,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
                 stream.finish()
         if isinstance(stream, DeviceStream) and self._watched is not None:
             self._watched.alarms.remove(stream.transport.failure)
+        stream.kept.clear()
         self._streams[:] = [one for one in self._streams if one.index != stream.index]
         if (untold := stream.untold_failure) is not None:
             raise call_error(
@@ -537,6 +540,9 @@ class Communicator(OperationCalls, OwnsCommunicators):
             for part in self._blocks.values():
                 untold += [] if part._calls.closed else part._free()
             self._blocks.clear()
+            self.kept.clear()
+            for stream in self._streams:
+                stream.kept.clear()
             compiled_ops.unregister(self.handle)
             self._calls.close()
             for stream in self._streams:

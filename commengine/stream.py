@@ -163,6 +163,8 @@ class Stream(ABC):
         self.transport, self.device_transport, self._owner = transport, device_transport, owner
         #: whether it takes no more collectives
         self.closed = False
+        #: what users of the stream keep for it; it goes when the stream is closed, or dropped
+        self.kept: dict[str, Any] = {}
 
     def lend(self) -> Self:
         """Return the stream for the program: an object of its own with the same state.
@@ -269,6 +271,8 @@ def end_job(stream: Stream, late: str | None) -> None:
 def _let_go(reference: weakref.ref[Stream]) -> None:
     """End the thread of a stream that no program can use any more. Waits for nothing: any thread may be here."""
     stream = reference()
+    if stream is not None:
+        stream.kept.clear()
     if stream is None or stream.closed or is_child_of_rank():  # its communicator was dropped before, or closed it
         return
     if stream.threaded:  # the other kinds need nothing: what is in flight keeps what was lent

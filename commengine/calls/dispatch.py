@@ -289,18 +289,20 @@ class Dispatcher:
         tensors = tuple(call.args for call in calls)
         return self._comm._backend.enqueue(launch, tensors, stream, record, entries) or DONE
 
-    def prepare_exchange(self, transfers: list[Transfer], stream: Stream | None) -> Exchange:
+    def prepare_exchange(self, comm: Any, transfers: list[Transfer], stream: Stream | None) -> Exchange:
         """Return the messages as one object (`Communicator.exchange`). Their arguments have been checked."""
         self._check_usable(EXCHANGE.called((transfers,), self.size), stream)
         verbs = {"send": SEND, "recv": RECV}
         check_independent(
             self, [Call.of(verbs[verb], (one, peer), self.size) for verb, one, peer in transfers], "exchange"
         )
-        routes = self.host if stream is None else stream.transport
-        if not isinstance(routes, Routes) or not all(tensor.is_cpu for _, tensor, _ in transfers):
-            return Exchange(self, transfers, stream, None)
+        routes, places = self.host if stream is None else stream.transport, {one.is_cpu for _, one, _ in transfers}
+        if len(places) > 1:
+            raise call_error(self, "exchange", "the tensors lie on the host and on a device: make an exchange of each")
+        if not isinstance(routes, Routes) or False in places:
+            return Exchange(comm, self, transfers, stream, None)
         routes.wire.free_requests(all=False)
-        return Exchange(self, transfers, stream, routes.wire)
+        return Exchange(comm, self, transfers, stream, routes.wire)
 
     # Blocks ---------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class MpiWire:
         #: whether a wait gives the core away
         self.polls = polling or look is not None
         #: the persistent requests that were made, and those of them that nobody has any more
-        self.prepared: list[list[Any]] = []
+        self.prepared: dict[int, list[Any]] = {}
         self.retired: list[list[Any]] = []
         self.waitall: Callable[..., Any] = mpi.Request.Waitall
         self.testall: Callable[..., bool] = mpi.Request.Testall
@@ -84,10 +84,10 @@ class MpiWire:
 
     def free_requests(self, *, all: bool) -> None:
         """Free the persistent requests that nobody has any more, or all; one that is under way stays."""
-        for requests in self.prepared if all else [self.retired.pop() for _ in self.retired[:]]:
+        for requests in list(self.prepared.values()) if all else [self.retired.pop() for _ in self.retired[:]]:
+            self.prepared.pop(id(requests), None)
             while requests:
                 requests.pop().Free()
-        self.prepared = [one for one in self.prepared if one]
 
     def stop(self, reason: str) -> None:
         """Let no wait of this wire go on, if it waits in a way that can end."""

@@ -34,7 +34,7 @@ class Runs(Protocol):
     def run(self, operation: Operation, args: tuple[Any, ...], stream: Stream | None) -> Work:
         """Run an operation, or enqueue it on ``stream``."""
 
-    def prepare_exchange(self, transfers: Any, stream: Stream | None) -> Any:
+    def prepare_exchange(self, comm: Any, transfers: Any, stream: Stream | None) -> Any:
         """Return messages as one object."""
 
     def refuse_block(self, operation: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from commengine.device.nccl import NcclWire
-from commengine.errors import SettledError
+from commengine.errors import SettledError, call_error
 from commengine.host.polling import keep, land
 from commengine.host.wire import MpiWire
 from commengine.mpi import load_mpi
@@ -114,14 +114,19 @@ class PreparedFlight(Flight):
 
     def __init__(self, wire: MpiWire, transfers: list[Transfer]) -> None:
         super().__init__(wire, transfers)
-        self._under_way, self._start = False, load_mpi().Prequest.Startall
+        self._under_way = False
         self._places = [(tensor, tensor.data_ptr()) for _, tensor, _ in self._transfers]
+        wire.prepared[id(self._requests)] = self._requests
+        weakref.finalize(self, wire.retired.append, self._requests).atexit = False
         comm, tags = wire.comm, wire.types.tag
         for verb, tensor, peer in self._transfers:
             if verb == "recv":
                 self._requests.append(comm.Recv_init(wire.moved(tensor), peer))
             else:
                 self._requests.append(comm.Send_init(wire.moved(tensor), peer, tags[tensor.dtype]))
+        ways = {(verb, peer) for verb, _, peer in transfers}
+        # MPI may start the requests of one call in any order, and messages of one way match in their order.
+        self._start = load_mpi().Prequest.Startall if len(ways) == len(transfers) else _start_each
         kinds = wire.types.move
         self._received = [
             (status, tensor, peer, kinds[tensor.dtype], tensor.numel(), tags[tensor.dtype])
@@ -129,8 +134,6 @@ class PreparedFlight(Flight):
             if verb == "recv"
         ]
         self._failures = load_mpi().Exception
-        wire.prepared.append(self._requests)
-        weakref.finalize(self, wire.retired.append, self._requests).atexit = False
 
     def start(self) -> None:
         """Give all messages to MPI. Raises SettledError if they are under way, or the memory of a tensor has moved."""
@@ -182,6 +185,11 @@ class PreparedFlight(Flight):
     def _over(self) -> bool:
         self._under_way = not self._wire.testall(self._requests, self._statuses)
         return not self._under_way
+
+
+def _start_each(requests: list[Any]) -> None:
+    for request in requests:
+        request.Start()
 
 
 def is_too_long(error: Any, statuses: Sequence[Any] = ()) -> bool:
@@ -289,8 +297,12 @@ class Exchange:
     or a `recv` of its own.
     """
 
-    def __init__(self, calls: Any, transfers: list[Transfer], stream: Stream | None, wire: MpiWire | None) -> None:
-        self._calls, self._stream = calls, stream
+    def __init__(
+        self, comm: Any, calls: Any, transfers: list[Transfer], stream: Stream | None, wire: MpiWire | None
+    ) -> None:
+        # Neither is kept alive: a communicator, and a stream, may keep exchanges.
+        self._comm, self._calls = weakref.ref(comm), calls
+        self._stream = None if stream is None else weakref.ref(stream)
         self._flight: PreparedFlight | None = None
         self._transfers = transfers
         if wire is not None:
@@ -301,12 +313,15 @@ class Exchange:
     def start(self) -> Work:
         """Start all messages: without a stream they are over on return, with one the Work says when.
 
-        Raises CollectiveError if they are under way already, if the memory of a tensor has moved, or if a message has
-        another dtype or length than the tensor for it.
+        Raises CollectiveError if they are under way already, if the memory of a tensor has moved, if a message has
+        another dtype or length than the tensor for it, or if the program has dropped the communicator or the stream.
         """
-        known = self._calls.known
-        if known is None or self._stream is not None or self._flight is None:
-            work: Work = self._calls.run(EXCHANGE, (self._transfers,), self._stream)
+        stream, known = self._stream and self._stream(), self._calls.known
+        if self._comm() is None or (self._stream is not None and stream is None):
+            gone = "the communicator" if self._comm() is None else "the stream"
+            raise call_error(self._calls, "exchange", f"{gone} of this exchange was dropped: keep it")
+        if known is None or stream is not None or self._flight is None:
+            work: Work = self._calls.run(EXCHANGE, (self._transfers,), stream)
             return work
         known.exchange(self._flight, self._written)
         return DONE
@@ -323,15 +338,19 @@ class ExchangeCall:
 
         sends, receives: tensors, and the ranks that they go to or come from, in any number and of any dtypes. No
         received tensor may share memory with another tensor of the exchange. stream: where they start; the caller
-        closes it after the last start. Exchanges in any pattern do not deadlock.
+        keeps it, and closes it after the last start. Exchanges in any pattern do not deadlock.
 
         The tensors belong to the program between two starts, and must stay where they are. Not collective. Raises
         CollectiveError if an argument is wrong.
         """
         transfers: list[Transfer] = []
         for verb, given in (("send", sends), ("recv", receives)):
-            for value, peer in given:
+            try:
+                pairs = [(value, peer) for value, peer in given]
+            except (TypeError, ValueError) as error:
+                raise call_error(self, "exchange", f"{verb}s are pairs of a tensor and a rank: {error}") from error
+            for value, peer in pairs:
                 tensor = checked_tensor(self, "exchange", value, f"a tensor to {verb}")
                 transfers.append((verb, tensor, check_rank(self, "exchange", "the rank of a message", peer)))
-        made: Exchange = self._calls.prepare_exchange(transfers, stream)
+        made: Exchange = self._calls.prepare_exchange(self, transfers, stream)
         return made

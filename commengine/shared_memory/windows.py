@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ MOST_PLACES = 256
 
 #: the bits of `WindowTensor.number` that are the place in a window
 OFFSETS = (1 << 48) - 1
+#: the number is one of 64 bits with a sign
+MOST_WINDOWS = 1 << 15
 
 #: up to this many bytes of all operands, a row is reduced at once, because a node's shared cache holds them
 CACHED_BYTES = 8 << 20
@@ -55,7 +58,6 @@ class SharedTensors:
         self._memory: NodeMemory | None = None
         #: the windows by their numbers
         self.segments: dict[int, SharedSegment] = {}
-        self._made = 0
         #: where each segment begins and ends, ascending, and the numbers of the segments in that order. The two are
         #: swapped as one, because the worker of a stream reads them while the caller makes a window
         self._where: tuple[Sequence[int], Sequence[int]] = ((), ())
@@ -97,7 +99,7 @@ class SharedTensors:
         CollectiveError on every rank if one has no private memory either.
         """
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        segment = self.share(like.nbytes) if like.numel() else None
+        segment = self.share(like.nbytes) if like.numel() and len(self.segments) < MOST_WINDOWS else None
         if segment is None:
             problem, private = None, like
             try:
@@ -113,9 +115,9 @@ class SharedTensors:
         bounds, numbers = map(list, self._where)
         at = bisect.bisect(bounds, segment.address)
         bounds[at:at] = segment.address, segment.address + segment.nbytes
-        numbers.insert(at // 2, self._made)
-        self.segments[self._made] = segment
-        self._made += 1
+        number = next(number for number in itertools.count() if number not in self.segments)
+        numbers.insert(at // 2, number)
+        self.segments[number] = segment
         self._where = bounds, numbers
 
     def window_of(self, tensor: Tensor) -> int | None:
@@ -168,7 +170,7 @@ class SharedTensors:
         if not self.segments:
             return PRIVATE
         window = self.find(tensor)
-        return window.number if window is not None else PRIVATE if tensor.numel() else 0
+        return window.number if window is not None else PRIVATE if tensor.numel() else next(iter(self.segments)) << 48
 
     def address_of(self, number: int, rank: int) -> int:
         """Return the address, in this process, of place ``number`` (`WindowTensor.number`) of a rank of the node."""

@@ -4,14 +4,15 @@ A solver repeats its transfers: the same plan, dtype and leading sizes at each t
 buffer for each rank that it sends to or receives from, and one `commengine.Exchange` of all. A transfer that begins
 while an equal one is under way makes a second set.
 
-The communicator owns what is kept. A set that its last `_SWEPT` transfers have not used is let go, so memory of sizes
-that a program has left behind does not stay.
+The stream of the transfers owns what is kept, or the communicator, where they have none: it goes with its owner. A set
+that the last `_SWEPT` transfers there have not used is let go, so memory of sizes that a program has left behind does
+not stay.
 """
 
 from __future__ import annotations
 
 import math
-from weakref import WeakKeyDictionary
+import weakref
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from commengine import Communicator, Stream
 
 from .plan import BlockPart, PartsByRank, TransferPlan
 
-#: transfers of a communicator after which it lets go of what none of them has used
+#: transfers after which an owner lets go of what none of them has used
 _SWEPT = 256
 
 
@@ -36,7 +37,8 @@ class Packed:
         stream: Stream | None,
         kept: _Kept | None,
     ) -> None:
-        self._kept, self._plan = kept, plan  # the plan lives as long as its key
+        self._kept = None if kept is None else weakref.ref(kept)
+        self._plan = plan  # it lives as long as its key
         sends, receives = (plan.receives, plan.sends) if back else (plan.sends, plan.receives)
         lead = like.shape[: like.dim() - len(plan.source_shape)]
         with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
@@ -49,27 +51,27 @@ class Packed:
         """Return free buffers for one transfer. like: a tensor with the leading sizes and the dtype of the parts."""
         if not like.is_cpu:  # the allocator of a device knows which stream still reads which memory
             return cls(like, plan, back, comm, stream, None)
-        found = _KEPT.get(comm)
+        owner = (comm if stream is None else stream).kept
+        found = owner.get(__name__)
         if found is None:
-            found = _KEPT[comm] = _Sets()
-        key = id(plan), back, like.dtype, like.shape[: like.dim() - len(plan.source_shape)], id(stream)
-        kept = found.at(key)
+            found = owner[__name__] = _Sets()
+        kept = found.at((id(plan), back, like.dtype, like.shape[: like.dim() - len(plan.source_shape)]))
         return kept.pop() if kept else cls(like, plan, back, comm, stream, kept)
 
     def free(self) -> None:
         """Say that nobody uses the buffers any more."""
-        if self._kept is not None and not self._kept.gone:
-            self._kept.append(self)
+        if self._kept is not None and (kept := self._kept()) is not None:
+            kept.append(self)
 
 
 class _Kept(list[Packed]):
-    """Sets of one key that nobody uses. used: by one of the last transfers. gone: nobody can find them any more."""
+    """Sets of one key that nobody uses. used: by one of the last transfers."""
 
-    used, gone = True, False
+    used = True
 
 
 class _Sets(dict[tuple[object, ...], _Kept]):
-    """What one communicator keeps."""
+    """What one owner keeps."""
 
     transfers = 0
 
@@ -80,17 +82,12 @@ class _Sets(dict[tuple[object, ...], _Kept]):
             for old, kept in list(self.items()):
                 if not kept.used:
                     del self[old]
-                    kept.gone = True
-                    kept.clear()  # a set refers to its list
                 kept.used = False
         found = self.get(key)
         if found is None:
             found = self[key] = _Kept()
         found.used = True
         return found
-
-
-_KEPT: WeakKeyDictionary[Communicator, _Sets] = WeakKeyDictionary()
 
 
 def _buffers(

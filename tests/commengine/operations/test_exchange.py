@@ -1,5 +1,8 @@
 """Messages that are prepared once: against the values that each rank must get, on every kind of stream."""
 
+import gc
+import warnings
+
 import pytest
 import torch
 
@@ -161,6 +164,8 @@ def test_bad_arguments(mpi_world):
             ([(one[::2], 0)], [], "a tensor to send .* is not contiguous"),
             ([(one[:4], 0)], [(one[2:6], 0)], "messages 1 and 2 of the exchange.* touch the same memory"),
             ([], [(one[:4], 0), (one[3:], 0)], "touch the same memory"),
+            ([one], [], "sends are pairs of a tensor and a rank"),
+            ([], None, "recvs are pairs of a tensor and a rank"),
         ):
             with pytest.raises(CollectiveError, match=words):
                 comm.exchange(sends, receives)
@@ -183,6 +188,35 @@ def test_memory_that_moves_is_refused(mpi_world):
         with pytest.raises(CollectiveError, match="memory of a tensor has moved"):
             made.start()
         comm.barrier()  # nothing was sent
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 60.0}, {"checked": True}], ids=str)
+def test_an_exchange_keeps_neither_its_communicator_nor_its_stream(mpi_world, options):
+    comm = Communicator(mpi_world, device="cpu", **options)
+    fill, made, _ = ring(comm, None)
+    stream = comm.new_stream(threaded=False)
+    _, other, _ = ring(comm, stream)
+    with pytest.warns(ResourceWarning, match="dropped"):
+        del stream
+    with pytest.raises(CollectiveError, match="the stream of this exchange was dropped"):
+        other.start()
+    fill(0)
+    made.start()
+    with warnings.catch_warnings(action="ignore"):
+        del comm, fill, _
+        gc.collect()
+    with pytest.raises(CollectiveError, match="the communicator of this exchange was dropped"):
+        made.start()
+
+
+def test_messages_of_one_way_match_in_their_order(mpi_world):
+    with Communicator(mpi_world, device="cpu") as comm:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        got = [torch.zeros(2) for _ in range(5)]
+        made = comm.exchange([(torch.full((2,), float(n)), right) for n in range(5)], [(one, left) for one in got])
+        for _ in range(3):
+            made.start()
+            assert [one[0].item() for one in got] == [0, 1, 2, 3, 4]
 
 
 def test_one_start_at_a_time(mpi_world):
@@ -211,7 +245,7 @@ def test_what_is_dropped_is_given_back(mpi_world):
             del fill, made, check
             assert len(wire.prepared) == 1
         ring(comm, None)
-    assert wire.prepared == []
+    assert wire.prepared == {}
 
 
 def test_a_trace_has_one_event_for_each_start(mpi_world):

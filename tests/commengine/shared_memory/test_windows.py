@@ -352,15 +352,18 @@ def test_a_window_that_is_freed_is_given_back(mpi_world):
             comm.all_reduce(kept)
             del tensor, work
         gc.collect()
-        assert mapped() == before and len(comm._shared.segments) == 1
+        assert mapped() <= before and len(comm._shared.segments) == 1  # other tests' memory may go meanwhile
         assert kept[7] == float(comm.size) ** 21
         comm.free(torch.ones(3))
         comm.free(kept)
         comm.all_reduce(kept.fill_(2))
         assert kept[0] == 2 * comm.size and not comm._shared.segments
         one, other = comm.empty((8,)), comm.empty((8,))
-        with pytest.raises(CollectiveMismatch, match=r"free\(window 2[12]\)"):
+        with pytest.raises(CollectiveMismatch, match=r"free\(window [01]\)"):
             comm.free(one if comm.rank else other)
         with pytest.raises(CollectiveError, match=r"free: .*not contiguous"):
             comm.free(one[::2] if comm.rank else one)
         comm.free(one), comm.free(other)
+        for _ in range(3):
+            comm.free(comm.empty((8,)))
+        assert comm._shared.window_of(comm.empty((8,))) == 0  # a number of 15 bits is used again

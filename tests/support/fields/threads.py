@@ -24,6 +24,7 @@ class ThreadRank:
         self._boxes = [SimpleQueue[torch.Tensor]() for _ in range(size)]
         self._given = torch.empty(0)
         self.sent: Counter[int] = Counter()
+        self.kept: dict[str, Any] = {}
 
     def compare(self, words: str, problem: str | None = None) -> None:
         assert problem is None, problem

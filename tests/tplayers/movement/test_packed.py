@@ -1,11 +1,15 @@
 """The buffers of transfers: kept, used by one transfer at a time, and let go."""
 
+import threading
+import time
+
 import pytest
 import torch
 
 from commengine import CartesianGrid, Communicator, Decomposition
+from tplayers.movement import packed
 from tplayers.movement.halo import plan_halo
-from tplayers.movement.packed import _KEPT, _SWEPT
+from tplayers.movement.packed import _SWEPT
 from tplayers.movement.transfer import start_transfer, transfer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -29,8 +33,8 @@ def with_halo(comm, *lead, turn=0):
     return torch.tensor(row).expand(*lead, 5) + 1000 * turn
 
 
-def sets(comm):
-    return sum(map(len, _KEPT[comm].values()))
+def sets(owner):
+    return sum(map(len, owner.kept[packed.__name__].values()))
 
 
 def test_equal_transfers_share_their_buffers_one_after_the_other(ring):
@@ -56,7 +60,25 @@ def test_a_transfer_that_begins_while_an_equal_one_is_under_way_has_buffers_of_i
         begun = [start_transfer(field(comm, 2, turn=turn), plan, comm, stream) for turn in range(3)]
         for turn, one in enumerate(begun):
             assert torch.equal(one.wait(), with_halo(comm, 2, turn=turn))
-        assert sets(comm) == 3
+        assert sets(stream) == 3
+    kept, threads = stream.kept, threading.active_count()
+    stream.close()
+    assert kept == {} and threading.active_count() == threads - threaded
+
+
+def test_a_dropped_stream_takes_its_buffers_along(ring):
+    comm, plan = ring
+    wires = []
+    for threaded in (True, False):
+        stream, threads = comm.new_stream(threaded=threaded), threading.active_count()
+        start_transfer(field(comm, 2), plan, comm, stream).wait()
+        wires.append((stream.transport.wire, stream.kept))
+        with pytest.warns(ResourceWarning, match="was dropped and not closed"):
+            del stream
+        comm.barrier()
+        assert wires[-1][1] == {}
+        while threading.active_count() > threads - threaded:
+            time.sleep(1e-3)
 
 
 def test_what_is_not_used_any_more_is_let_go(ring):
@@ -65,8 +87,8 @@ def test_what_is_not_used_any_more_is_let_go(ring):
     transfer(field(comm, 7), plan, comm)
     for _ in range(2 * _SWEPT):
         transfer(field(comm, 2), plan, comm)
-    assert sets(comm) == 1 and len(_KEPT[comm]) == 1
+    assert sets(comm) == 1 and len(comm.kept[packed.__name__]) == 1
     transfer(field(comm, 4), plan, comm)  # a new exchange frees the requests of those that are gone
     assert len(wire.prepared) == 2
     comm.close()
-    assert wire.prepared == []
+    assert wire.prepared == {} and comm.kept == {}
