@@ -1,6 +1,7 @@
 """Memory that the ranks of a node share: whose memory is where, that it is reserved, and when there is none."""
 
 import gc
+import re
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from commengine.shared_memory.segment import PAGE, NodeMemory
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.every_size]
 
+#: a file of a segment; a folder of the checkout may have the prefix, too
+OURS = re.compile(rf"/(memfd:|dev/shm/){PREFIX}")
 ways = pytest.mark.parametrize("way", [NAMELESS, NAMED], ids=["memfd", "named"])
 
 
@@ -30,7 +33,7 @@ def none_is_left(before):
 
 def open_files():
     """What this process has open that is shared memory; no path is left of the file of a segment."""
-    return [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and PREFIX in str(link.readlink())]
+    return [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and OURS.match(str(link.readlink()))]
 
 
 def pages(address):
