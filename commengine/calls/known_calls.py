@@ -146,11 +146,12 @@ class KnownCalls:
         member = self._member
         if member.busy:
             member.refuse_second(name)
+        run, _, _, _, written = form
         try:
             member.busy = True
-            form.run(*args)
-            if form.written is not None:
-                mark_written((args[form.written],))
+            run(*args)
+            if written is not None:
+                mark_written((args[written],))
             member.busy = False
             return True
         except BaseException as error:
