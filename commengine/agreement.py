@@ -84,10 +84,12 @@ def _of_all(error: CollectiveError) -> CollectiveError:
 def integers(member: GroupMember, operation: str, numbers: Sequence[int]) -> Sequence[int]:
     """Return ``numbers`` as they travel. Raises CollectiveError for one that is no integer below 2^63 in size."""
     try:
-        array("q", [-number for number in numbers])  # also those of the other sign travel
-        return array("q", numbers)
+        sent = array("q", numbers)
+        if -(1 << 63) in sent:  # also those of the other sign travel
+            raise OverflowError("2^63 has more than 63 bits")
     except (OverflowError, TypeError) as error:
         raise call_error(member, operation, f"{numbers!r:.80} must be integers below 2^63 in size: {error}") from error
+    return sent
 
 
 def extremes(calls: Any, numbers: Sequence[int]) -> tuple[list[int], list[int]]:

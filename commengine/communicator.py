@@ -540,11 +540,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
             for part in self._blocks.values():
                 untold += [] if part._calls.closed else part._free()
             self._blocks.clear()
-            self.kept.clear()
-            for stream in self._streams:
-                stream.kept.clear()
-            compiled_ops.unregister(self.handle)
-            self._calls.close()
+            self._forget()
             for stream in self._streams:
                 stream.finish()
             untold += [stream.untold_failure for stream in self._streams if stream.untold_failure is not None]
@@ -562,6 +558,14 @@ class Communicator(OperationCalls, OwnsCommunicators):
             self._watch.forget(watched)
         self._dropped.detach()
         return untold
+
+    def _forget(self) -> None:
+        """Take no more calls, and let go of what compiled graphs and users of the group and its streams keep."""
+        self.kept.clear()
+        for stream in self._streams:
+            stream.kept.clear()
+        compiled_ops.unregister(self.handle)
+        self._calls.close()
 
     def end_with_mpi(self, reason: str) -> None:
         """Close on this rank alone: MPI is about to end, and the streams are finished."""
@@ -582,8 +586,7 @@ class Communicator(OperationCalls, OwnsCommunicators):
             part._calls.stop(self._calls.stopped or "its communicator is closed", between=True)
             part._abandon()
         self._blocks.clear()
-        compiled_ops.unregister(self.handle)
-        self._calls.close()
+        self._forget()
         self._dropped.detach()
         if is_child_of_rank():  # the threads, the memory and the device are the parent's
             return

@@ -1,8 +1,7 @@
 """Stream, Event and Work: ordered queues of collectives.
 
 A host stream is to the host what a CUDA stream is to a device: the collectives enqueued on it run in order, beside the
-caller. A worker thread runs them over a duplicate of the MPI communicator that belongs to the stream alone, so that its
-collectives cannot match those of another stream.
+caller. `Stream` is the interface of all kinds of streams.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Replay:
             other = self._buffer(call, "whole", (rows[0] * comm.size, *rows[1:]))
         elif name == "sendrecv":
             # The recording names the dtype of what was sent; a message of another one would be an error.
-            other = self._buffer(call, "received", (call.buffers[1][0] // getattr(torch, call.dtype).itemsize,))
+            other = self._buffer(call, "received", (call.buffers[1][0] // tensor.itemsize,))
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (tensor, op), "reduce": (tensor, root, op), "reduce_scatter": (other, tensor, op),
             "all_gather": (tensor, other), "broadcast": (tensor, root), "gather": (other, tensor, root),

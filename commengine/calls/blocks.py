@@ -34,12 +34,12 @@ def _dependent(member: GroupMember, operation: str, calls: list[Call], first: in
         describe(one.name, one.tensor, one.redop, None if one.peers else one.root)
         for one in (calls[first], calls[last])
     )
-    parts, whole = ("calls", "block") if operation == "coalesce" else ("messages", "exchange")
+    parts, whole, one = ("calls", "block", "a") if operation == "coalesce" else ("messages", "exchange", "an")
     problem = (
         f"{parts} {first + 1} and {last + 1} of the {whole}, {said}, touch the same memory, and one of them writes it"
     )
-    remedy = f"a {whole} has no order; give each a buffer of its own (sendrecv takes two), or make two {whole}s"
-    return call_error(member, operation, f"{problem}: {remedy.replace('a exchange', 'an exchange')}")
+    remedy = f"{one} {whole} has no order; give each a buffer of its own (sendrecv takes two), or make two {whole}s"
+    return call_error(member, operation, f"{problem}: {remedy}")
 
 
 def exchanges_first(calls: list[Call]) -> list[Call]:

@@ -173,18 +173,18 @@ class Dispatcher:
         """Run an operation, or enqueue it on ``stream``. args: the operation's, which have been checked."""
         if stream is not None:  # threads may enqueue at once, each on a stream of its own
             try:
-                return self._run_or_collect(Call.of(operation, args, self.size), stream)
+                return self._run_or_collect(operation.called(args, self.size), stream)
             except BaseException as error:
                 self.left(operation.name, error)
         if self._blocks and threading.get_ident() in self._blocks:
-            return self._run_or_collect(Call.of(operation, args, self.size), stream)
+            return self._run_or_collect(operation.called(args, self.size), stream)
         if self.busy:
             self.refuse_second(operation.name)
         try:
             self.busy = True
             work: Work = DONE
             if not self._direct:
-                work = self._run_or_collect(Call.of(operation, args, self.size), stream)
+                work = self._run_or_collect(operation.called(args, self.size), stream)
             else:
                 tensor = operation.standing(args)
                 if tensor is None or tensor.is_cpu:
@@ -294,7 +294,7 @@ class Dispatcher:
         self._check_usable(EXCHANGE.called((transfers,), self.size), stream)
         verbs = {"send": SEND, "recv": RECV}
         check_independent(
-            self, [Call.of(verbs[verb], (one, peer), self.size) for verb, one, peer in transfers], "exchange"
+            self, [verbs[verb].called((one, peer), self.size) for verb, one, peer in transfers], "exchange"
         )
         routes, places = self.host if stream is None else stream.transport, {one.is_cpu for _, one, _ in transfers}
         if len(places) > 1:

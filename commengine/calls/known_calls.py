@@ -16,8 +16,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from commengine.operations.checks import TensorLike
-from commengine.operations.exchange import PreparedFlight
-from commengine.operations.operation import Operation, mark_written
+from commengine.operations.operation import Operation, Run, mark_written
 from commengine.operations.uneven.rows import Counts
 
 from .failures import Speaker
@@ -68,7 +67,7 @@ class KnownCalls:
                 return False
         except (AttributeError, RuntimeError, TypeError):  # of something that has no memory of its own
             return False
-        return self._run(name, form, tensor, how)
+        return self.perform(name, form.run, () if form.written is None else (tensor,), tensor, how)
 
     def pair(self, name: str, output: TensorLike, input: TensorLike, *how: object) -> bool:
         """Run an operation on two tensors if its form is known. Returns whether. how: its other arguments."""
@@ -89,7 +88,8 @@ class KnownCalls:
             return False
         if -form.second < apart < form.first and apart != form.own:
             return False
-        return self._run(name, form, output, input, *how)
+        written = () if form.written is None else ((output, input)[form.written],)
+        return self.perform(name, form.run, written, output, input, *how)
 
     def rows(
         self, name: str, output: TensorLike, input: TensorLike, output_rows: Sequence[int], input_rows: Sequence[int]
@@ -125,33 +125,18 @@ class KnownCalls:
                     return False
         except (AttributeError, RuntimeError, TypeError):
             return False
-        return self._run(name, form, output, input, output_rows, input_rows)
+        return self.perform(name, form.run, (output,), output, input, output_rows, input_rows)
 
-    def exchange(self, flight: PreparedFlight, written: tuple[Tensor, ...]) -> bool:
-        """Run prepared messages. written: the tensors that they fill. Returns True."""
-        member = self._member
-        if member.busy:
-            member.refuse_second("exchange")
-        try:
-            member.busy = True
-            flight.run()
-            if written:
-                mark_written(written)
-            member.busy = False
-            return True
-        except BaseException as error:
-            member.failed("exchange", error)
-
-    def _run(self, name: str, form: Form, *args: Any) -> bool:
+    def perform(self, name: str, run: Run, written: tuple[Tensor, ...], *args: Any) -> bool:
+        """Run a call that needs no checks. written: the tensors that it writes on this rank. Returns True."""
         member = self._member
         if member.busy:
             member.refuse_second(name)
-        run, _, _, _, written = form
         try:
             member.busy = True
             run(*args)
-            if written is not None:
-                mark_written((args[written],))
+            if written:
+                mark_written(written)
             member.busy = False
             return True
         except BaseException as error:

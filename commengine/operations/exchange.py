@@ -323,7 +323,7 @@ class Exchange:
         if known is None or stream is not None or self._flight is None:
             work: Work = self._calls.run(EXCHANGE, (self._transfers,), stream)
             return work
-        known.exchange(self._flight, self._written)
+        known.perform("exchange", self._flight.run, self._written)
         return DONE
 
 

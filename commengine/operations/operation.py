@@ -215,8 +215,3 @@ class Call(NamedTuple):
         if tensor is None or not self.operation.uneven:
             return tensor
         return Shown(tensor.shape[1:], tensor.dtype, tensor.is_cpu)
-
-    @classmethod
-    def of(cls, operation: Operation, args: tuple[Any, ...], ranks: int) -> Call:
-        """Return the call of ``operation``, described by its row. ranks: the group's size."""
-        return operation.called(args, ranks)

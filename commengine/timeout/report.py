@@ -44,7 +44,7 @@ def where(entry: Entry) -> list[Any]:
 
 
 class Replies:
-    """What all ranks that answered have said of themselves. It tells each of them who is missing where it waits.
+    """The answers of the ranks. They tell each rank that answered who is missing where it waits.
 
     said: by rank of the root communicator: how far it is (``sequences``), with which ranks it exchanges messages of
     each group (``peers``), and where it waits (``waits``). size: of the root communicator.

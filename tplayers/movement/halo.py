@@ -47,8 +47,9 @@ def halo_exchange(
     """
     if decomposition is None:
         decomposition = grid.decomposition_of(x.shape[-len(grid.shape) :])
-    plan = plan_halo(grid, decomposition, widths, padding)
-    _compare_halo("halo_exchange", x, plan.source_shape, grid, decomposition, widths, padding)
+    fixed = _fixed(widths, padding)
+    plan = _plan_halo(decomposition, tuple(grid.shape), grid.periodic, grid.rank, *fixed)
+    _compare_halo("halo_exchange", x, plan.source_shape, grid, decomposition, *fixed)
     return transfer(x, plan, grid.comm)
 
 
@@ -66,8 +67,9 @@ def halo_accumulate(
     y: a block with its halo, [..., space]. The result is the block without the halo. The other arguments are those of
     `halo_exchange`, which is the backward. A solver uses it to assemble what its ranks added beyond their borders.
     """
-    plan = plan_halo(grid, decomposition, widths, padding)
-    _compare_halo("halo_accumulate", y, plan.target_shape, grid, decomposition, widths, padding)
+    fixed = _fixed(widths, padding)
+    plan = _plan_halo(decomposition, tuple(grid.shape), grid.periodic, grid.rank, *fixed)
+    _compare_halo("halo_accumulate", y, plan.target_shape, grid, decomposition, *fixed)
     return transfer_adjoint(y, plan, grid.comm)
 
 
@@ -169,10 +171,9 @@ def _places(grid: CartesianGrid) -> dict[str, object]:
 
 def _compare_halo(
     operation: str, x: Tensor, shape: tuple[int, ...], grid: CartesianGrid, decomposition: Decomposition,
-    widths: Widths, padding: str | Sequence[str] | None,
+    widths: _Ends, padding: str | tuple[str, ...] | None,
 ) -> None:  # fmt: skip
-    ends, names = _fixed(widths, padding)
-    arguments = {"decomposition": decomposition, **_places(grid), "widths": ends, "padding": names}
+    arguments = {"decomposition": decomposition, **_places(grid), "widths": widths, "padding": padding}
     compare_first(operation, x, shape, grid.comm, arguments)
 
 

@@ -25,7 +25,7 @@ _EXACT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 
 
 class LocalStep:
-    """What a rank does for one call: the functions of ``todo``, one after the other, each with tensors before it.
+    """The work of a rank for one call: the functions of ``todo`` run one after the other, each with tensors before it.
 
     program: a Program. given: the tensors of the call. path, count: of the layer that is called, and the number of its
     call in this pass. others: whether tensors of the user's own are among the arguments.

@@ -72,8 +72,7 @@ def draw(seed: int, number: int, size: int, gentle: bool = False) -> dict:
 
 
 #: the functions in which a call begins and ends, and that for the end of a block
-RUNS = {"dispatch.py run", "known_calls.py _run", "known_calls.py exchange"}
-BLOCKS = {"dispatch.py _run_block"}
+RUNS, BLOCKS = {"dispatch.py run", "known_calls.py perform"}, {"dispatch.py _run_block"}
 
 
 class Moment:

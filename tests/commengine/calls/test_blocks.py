@@ -9,7 +9,6 @@ import torch
 from commengine import CollectiveError
 from commengine.calls.blocks import check_independent, exchanges_first
 from commengine.operations import OPERATIONS
-from commengine.operations.operation import Call
 
 RANKS = 4
 ONE, FOUR = torch.zeros(3), torch.zeros(12)
@@ -36,7 +35,7 @@ CALLS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_call_is_described_by_the_table_of_operations(name):
     args, (tensor, *about) = CALLS[name]
-    call = Call.of(OPERATIONS[name], args, RANKS)
+    call = OPERATIONS[name].called(args, RANKS)
     assert (call.name, call.args) == (name, args)
     assert call.tensor is tensor
     assert [call.redop, call.root, call.nbytes, call.peers] == about
@@ -44,11 +43,11 @@ def test_a_call_is_described_by_the_table_of_operations(name):
 
 def test_a_wrong_number_of_arguments_is_an_error():
     with pytest.raises(ValueError, match="zip"):
-        Call.of(OPERATIONS["all_reduce"], (ONE,), RANKS)
+        OPERATIONS["all_reduce"].called((ONE,), RANKS)
 
 
 def call(name):
-    return Call.of(OPERATIONS[name], CALLS[name][0], RANKS)
+    return OPERATIONS[name].called(CALLS[name][0], RANKS)
 
 
 def test_messages_of_a_block_become_one_exchange_before_its_collectives():
@@ -71,7 +70,7 @@ def test_a_device_tensor_stands_for_an_exchange():
     from tests.support.device.device_stand_in import on_device
 
     there = on_device(torch.zeros(2))
-    host, device = (Call.of(OPERATIONS[name], (one, 1), RANKS) for name, one in (("send", ONE), ("recv", there)))
+    host, device = (OPERATIONS[name].called((one, 1), RANKS) for name, one in (("send", ONE), ("recv", there)))
     assert exchanges_first([host, device])[0].tensor is there
 
 
@@ -81,7 +80,7 @@ T, OUT = torch.zeros(40), torch.zeros(64)
 
 def refused(*calls):
     try:
-        check_independent(MEMBER, [Call.of(OPERATIONS[name], args, 2) for name, args in calls])
+        check_independent(MEMBER, [OPERATIONS[name].called(args, 2) for name, args in calls])
     except CollectiveError as error:
         return str(error)
     return ""

@@ -14,7 +14,6 @@ import torch
 from commengine import CollectiveError, CollectiveMismatch, Communicator, Event, trace
 from commengine.dtypes import DTYPES
 from commengine.operations.messages import SEND
-from commengine.operations.operation import Call
 
 pytestmark = pytest.mark.mpi(min_size=1)
 pair = pytest.mark.mpi(min_size=2)
@@ -236,7 +235,7 @@ def test_what_the_stream_does_not_take(lane):
                 call()
     with pytest.raises(CollectiveError, match="takes messages only"):
         lane.enqueue(lambda: None)
-    on_device = Call.of(SEND, (torch.ones(2, device="meta"), 0), comm.size)
+    on_device = SEND.called((torch.ones(2, device="meta"), 0), comm.size)
     assert "takes host tensors only, the tensor lies on meta: copy it to the host" in lane.refusal(on_device)
     assert log.events == [] and (tensor == 1).all() and lane.record().done()
 
