@@ -16,7 +16,6 @@ from bench.step_study import recording, timeline
 from bench.transports import in_process, peer_process
 from bench.transports import operations as measured
 from commengine import Communicator, compiled_ops, cost
-from commengine.host import switch_points as measured_points
 from commengine.host.switch_points import AMD, KINDS, OTHERS, SwitchPoints
 from commengine.operations import IN_MEMORY, OPERATIONS, REDUCING_IN_MEMORY
 from commengine.operations.operation import Operation
@@ -66,8 +65,8 @@ NOT_COMPILED = {
 TABLES = {
     "commengine.cost.OPERATIONS": (cost.OPERATIONS, FORMULAS),
     "commengine.cost.ALGORITHMS": (cost.ALGORITHMS, FORMULAS),
-    "commengine.host.switch_points.OPERATIONS": (measured_points.OPERATIONS, IN_MEMORY),
-    "commengine.host.switch_points.REDUCING": (measured_points.REDUCING, REDUCING_IN_MEMORY),
+    "rows with a way through memory": ({n for n, o in OPERATIONS.items() if o.in_memory}, IN_MEMORY),
+    "rows of them that reduce": ({n for n, o in OPERATIONS.items() if o.in_memory and o.reduces}, REDUCING_IN_MEMORY),
     "commengine.shared_memory.flags._OPERATIONS": (flags._OPERATIONS, {*IN_MEMORY, *UNEVEN}),
     "bench.transports.operations.UNEVEN": (measured.UNEVEN, UNEVEN),
     "bench.transports.operations.OPERATIONS": (measured.OPERATIONS, ALL),

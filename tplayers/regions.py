@@ -108,12 +108,8 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, comm: Communicator, di
 
 
 def communicates(comm: Communicator) -> bool:
-    """Whether layers call the collectives of ``comm``. A group of one rank has nothing to send.
-
-    A group of one rank whose attribute ``collectives_alone`` is true calls them all the same. Then a test runs every
-    collective, and `torch.compile` records every operator, on a machine that has one device only.
-    """
-    return comm.size > 1 or getattr(comm, "collectives_alone", False)
+    """Whether layers call the collectives of ``comm``. A group of one rank has nothing to send."""
+    return comm.size > 1
 
 
 # The collectives, on any dimension and layout ---------------------------------------------------------------------

@@ -55,6 +55,9 @@ def slow_down(comm: Communicator, rate: float) -> None:
 
     For studies and tests only.
     """
-    comm._calls.host = SlowLink(comm._calls.host, rate, comm.size)
+    calls: Any = comm._calls
+    calls.host = SlowLink(calls.host, rate, comm.size)
+    calls._known = None  # every call asks the slow routes
+    calls._choose_path()
     for stream in comm._streams:
         stream.transport = SlowLink(stream.transport, rate, comm.size)

@@ -50,11 +50,11 @@ _STOPPED = "the communicator takes no more calls (close it, and make another one
 class Dispatcher:
     """Runs the calls of one communicator, whose arguments have been checked.
 
-    comm: the `commengine.communicator.Communicator`. host: the routes of its host tensors; it may be replaced by
-    something that has their methods `run` and `prepared`, and their ``wire``. watched: its group at the watcher.
+    comm: the `commengine.communicator.Communicator`. host: the routes of its host tensors. watched: its group at the
+    watcher.
     """
 
-    def __init__(self, comm: Any, host: Any, watched: WatchedGroup | None) -> None:
+    def __init__(self, comm: Any, host: Routes, watched: WatchedGroup | None) -> None:
         self.rank, self.size, self.name = comm.rank, comm.size, comm.name
         self.said = Said()
         self.closed = False
@@ -73,19 +73,10 @@ class Dispatcher:
         #: the calls of the open coalesce() block of each thread
         self._blocks: dict[int, list[tuple[Call, GroupedWork]]] = {}
         self._direct = True
+        self.host = host
+        self._known = KnownCalls(self, host)
         #: the calls that skip the checks; None while calls without a stream are observed
         self.known: KnownCalls | None = None
-        self.host = host
-
-    @property
-    def host(self) -> Any:
-        """The routes of host tensors."""
-        return self._host
-
-    @host.setter
-    def host(self, host: Any) -> None:
-        self._host = host
-        self._known = KnownCalls(self, host) if isinstance(host, Routes) else None
         self._choose_path()
 
     def use(self, backend: Backend) -> None:
@@ -188,11 +179,10 @@ class Dispatcher:
             else:
                 tensor = operation.standing(args)
                 if tensor is None or tensor.is_cpu:
-                    self._host.run(operation, args)
+                    self.host.run(operation, args)
                 elif self._hosted is None:
                     operation.by_nccl(self._nccl, *args)
-                    if self._known is not None:
-                        self._known.learn(operation, args, self._nccl)
+                    self._known.learn(operation, args, self._nccl)
                 else:
                     self._hosted.run(operation, args, self._hosted.ready())
                 operation.mark(args, self.rank)

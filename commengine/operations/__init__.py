@@ -13,6 +13,9 @@
 `commengine.calls.routes` decides which of the ways a call on host tensors takes.
 """
 
+from commengine.shared_memory.flags import IN_MEMORY as IN_MEMORY
+from commengine.shared_memory.flags import REDUCING_IN_MEMORY as REDUCING_IN_MEMORY
+
 from .all_gather import ALL_GATHER, AllGatherCall
 from .all_reduce import ALL_REDUCE, AllReduceCall
 from .all_to_all import ALL_TO_ALL, AllToAllCall
@@ -35,10 +38,6 @@ _ALL: tuple[Operation, ...] = (
 
 #: all operations by name
 OPERATIONS = {operation.name: operation for operation in _ALL}
-
-#: the operations that have a way through shared memory, and those of them that reduce
-IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_memory)
-REDUCING_IN_MEMORY = tuple(operation.name for operation in _ALL if operation.in_memory and operation.reduces)
 
 
 class OperationCalls(

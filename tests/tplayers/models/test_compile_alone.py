@@ -2,6 +2,7 @@
 
 import collections
 import operator
+import sys
 
 import pytest
 import torch
@@ -9,15 +10,18 @@ import torch
 from commengine import CollectiveError, Communicator
 from tests.support.small_models import KINDS, arguments, block, made, total
 from tests.tplayers.models.test_compile import compare, fresh_compiler  # noqa: F401  (an autouse fixture)
-from tplayers import Randomness
+from tplayers import Randomness, regions
 
 pytestmark = pytest.mark.mpi
 
 
-class Alone(Communicator):
-    """A group of this rank, in which nothing is left out."""
-
-    collectives_alone = True
+@pytest.fixture
+def with_collectives(monkeypatch):
+    """Let a group of one rank call its collectives: all operators run on a machine that has one device only."""
+    original = regions.communicates
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tplayers") and getattr(module, "communicates", None) is original:
+            monkeypatch.setattr(module, "communicates", lambda comm: True)
 
 
 class Recording:
@@ -65,20 +69,21 @@ def losses_and_gradients(module, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel, kind):
-    with Alone(itself) as comm:
-        found = losses_and_gradients(model(comm, kind, sequence_parallel=sequence_parallel), kind)
+def test_a_group_of_one_computes_the_same_with_its_collectives(alone, itself, sequence_parallel, kind, request):
     expected = losses_and_gradients(model(alone.comm, kind, sequence_parallel=sequence_parallel), kind)
+    request.getfixturevalue("with_collectives")
+    with Communicator(itself) as comm:
+        found = losses_and_gradients(model(comm, kind, sequence_parallel=sequence_parallel), kind)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
-def test_the_graph_has_the_operators(itself, sequence_parallel):
+def test_the_graph_has_the_operators(itself, with_collectives, sequence_parallel):
     """Each collective that eager runs, forward and backward, is one operator. The values are equal bit for bit."""
     recording = Recording()
-    with Alone(itself) as comm:
+    with Communicator(itself) as comm:
         module = model(comm, sequence_parallel=sequence_parallel, recompute="selective")
         eager, compiled = compare(comm, module, inputs(comm.device), recording.compiler, rtol=0, atol=0)
     assert compiled == eager
@@ -127,9 +132,9 @@ def test_no_function_returns_the_result_of_an_operation_in_place(alone):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_one_device(itself, backend, transport, sequence_parallel, kind):
+def test_on_one_device(itself, with_collectives, backend, transport, sequence_parallel, kind):
     try:
-        comm = Alone(itself, device="cuda", transport=transport)
+        comm = Communicator(itself, device="cuda", transport=transport)
     except CollectiveError as error:
         if "needs one for each rank" in str(error):
             pytest.skip(str(error))
