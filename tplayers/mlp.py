@@ -24,7 +24,7 @@ GELUS = {"erf": "none", "tanh": "tanh"}
 class MLP(nn.Module):
     """Z = GeLU(X A) B with A split by columns and B by rows: GELU needs no communication between them.
 
-    gelu: the form of GELU, "tanh" or "erf" (else ValueError). They differ by up to 4.7e-4.
+    gelu: the form of GELU, "tanh" or "erf" (else ValueError), which differ by up to 4.7e-4; None for ReLU.
     bias: of both linear layers.
     options: sequence_parallel, overlap_stream, init and dtype, as in `ColumnParallelLinear`.
     output_init: initial values of B.
@@ -39,32 +39,37 @@ class MLP(nn.Module):
         ffn_hidden_size: int,
         comm: Communicator,
         *,
-        gelu: Gelu = "tanh",
+        gelu: Gelu | None = "tanh",
         bias: bool = True,
         output_init: Normal = DEFAULT_INIT,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        require_one_of(GELUS, gelu=gelu)
+        require_one_of((*GELUS, None), gelu=gelu)
         self.gelu = gelu
         self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, comm, bias, **options)
         options["init"] = output_init
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.gelu(self.up(x), approximate=GELUS[self.gelu]))
+        result: Tensor = self.down(_activated(self.up(x), self.gelu))
         return result
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's summand of Z: without f, g and biases. x: [..., hidden_size]."""
-        return F.linear(F.gelu(F.linear(x, self.up.weight), approximate=GELUS[self.gelu]), self.down.weight)
+        return F.linear(_activated(F.linear(x, self.up.weight), self.gelu), self.down.weight)
+
+
+def _activated(x: Tensor, gelu: Gelu | None) -> Tensor:
+    return F.relu(x) if gelu is None else F.gelu(x, approximate=GELUS[gelu])
 
 
 class SwiGLU(nn.Module):
     """Z = (SiLU(X G) * (X U)) B (Shazeer 2020): G and U are split by columns, B by rows.
 
     A rank holds the same columns of G and of U, so the product needs no communication. ``gate_up`` is one layer with
-    the rows [gate; up], of ``ffn_hidden_size`` each; the gate goes through SiLU.
+    the rows [gate; up], of ``ffn_hidden_size`` each; the gate goes through SiLU, or through the form ``gelu`` of GELU
+    (GEGLU, of T5 1.1).
     bias, options, output_init, forward: as in `MLP`.
     """
 
@@ -74,22 +79,31 @@ class SwiGLU(nn.Module):
         ffn_hidden_size: int,
         comm: Communicator,
         *,
+        gelu: Gelu | None = None,
         bias: bool = True,
         output_init: Normal = DEFAULT_INIT,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
+        require_one_of((*GELUS, None), gelu=gelu)
+        self.gelu = gelu
         self.gate_up = ColumnParallelLinear(hidden_size, 2 * ffn_hidden_size, comm, bias, blocks=2, **options)
         options["init"] = output_init
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, comm, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(_gated(self.gate_up(x)))
+        result: Tensor = self.down(self._gated(self.gate_up(x)))
         return result
 
     def part(self, x: Tensor) -> Tensor:
         """As `MLP.part`."""
-        return F.linear(_gated(F.linear(x, self.gate_up.weight)), self.down.weight)
+        return F.linear(self._gated(F.linear(x, self.gate_up.weight)), self.down.weight)
+
+    def _gated(self, both: Tensor) -> Tensor:
+        if self.gelu is None:
+            return _gated(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=GELUS[self.gelu]) * up
 
 
 def _gated(both: Tensor) -> Tensor:

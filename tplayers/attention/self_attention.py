@@ -70,7 +70,12 @@ class SelfAttention(nn.Module):
 
     rotation: turns queries and keys, of the positions of the whole sequence (`rotary.Rotation`); None: does not.
 
+    bias: added to the scores in place of ``padding`` and of the causal mask, which it holds, too: [1 or b, 1 or this
+    rank's heads, s, keys], with the keys of a cache among them. With positions that are relative it is a table's
+    (`RelativeBias`).
+
     qk_norm: the norm of each head's queries and keys, before they are rotated; None for none. norm_epsilon: of it.
+    scale: of the scores; None for 1 / sqrt(head_size).
 
     context: the ranks that share each sequence, or None. x then has this rank's positions (`ContextGroup.positions`),
         ``rotation`` is of these, ``padding`` is of the whole sequence, and there is no ``cache`` (else ValueError). Its
@@ -81,6 +86,9 @@ class SelfAttention(nn.Module):
     sequence shard -> the same; ``padding`` is of the whole sequence. Without attention dropout the core is
     `scaled_dot_product_attention`.
     """
+
+    #: whether the queries have a layer of their own
+    separate = False
 
     def __init__(
         self,
@@ -99,6 +107,7 @@ class SelfAttention(nn.Module):
         recompute_core: bool = False,
         qk_norm: Normalization | None = None,
         norm_epsilon: float = 1e-5,
+        scale: float | None = None,
         output_init: Normal = DEFAULT_INIT,
         site: str = "attention",
         context: ContextGroup | None = None,
@@ -120,7 +129,7 @@ class SelfAttention(nn.Module):
         self.context = None if context is None or context.comm.size == 1 else context
         #: which masks of "fused" dropout are this rank's own
         self.rank = comm.rank if self.context is None else comm.rank + comm.size * self.context.comm.rank
-        self.head_size = head_size
+        self.head_size, self.scale = head_size, scale
         #: heads of keys and values that this rank computes with
         self.kv_heads = heads.local_groups
         #: ranks that share a head of keys and values, or None
@@ -132,8 +141,9 @@ class SelfAttention(nn.Module):
         self.site = site
         self.recompute_core = recompute_core
         self.grouped = groups != num_heads
+        self.separate = self.separate or self.grouped
         of_queries, of_groups = heads.query_features(head_size), heads.group_features(head_size)
-        if self.grouped:
+        if self.separate:
             self.query = ColumnParallelLinear(
                 hidden_size, num_heads * head_size, comm, qkv_bias, padding=of_queries, **options
             )
@@ -170,6 +180,7 @@ class SelfAttention(nn.Module):
         padding: Tensor | None = None,
         cache: LayerCache | None = None,
         rotation: Rotation | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         if cache is not None and (not self.causal or self.training or padding is not None):
             raise ValueError("a key-value cache needs causal attention, evaluation mode and no padding")
@@ -185,13 +196,20 @@ class SelfAttention(nn.Module):
         b, _, s, _ = q.shape
         if cache is not None:
             seen = cache.extend(k, v)
+            mask, causal = (seen.mask, seen.causal) if bias is None else (bias, False)
             context = F.scaled_dot_product_attention(
-                q, seen.keys, seen.values, seen.mask, is_causal=seen.causal, enable_gqa=self.grouped
+                q, seen.keys, seen.values, mask, is_causal=causal, scale=self.scale, enable_gqa=self.grouped
             )
         else:
             whole = s if self.context is None else s * self.context.comm.size
-            bias = None if padding is None else padding_bias(padding, b, whole, q.dtype, causal=self.causal)
+            if padding is not None:
+                bias = padding_bias(padding, b, whole, q.dtype, causal=self.causal)
             context = self._context(q, k, v, self._drawn(randomness), bias)
+        return self._joined(context)
+
+    def _joined(self, context: Tensor) -> Tensor:
+        """The projection of all heads. context: [b, num_heads, s, d] of this rank."""
+        b, _, s, _ = context.shape
         if self.real_heads < self.num_heads:  # else the padding of the projection would get a gradient
             context = F.pad(context[:, : self.real_heads], (0, 0, 0, 0, 0, self.num_heads - self.real_heads))
         result: Tensor = self.projection(context.permute(2, 0, 1, 3).reshape(s, b, -1))
@@ -239,16 +257,18 @@ class SelfAttention(nn.Module):
         """The values weighted by attention. drawn: of `_drawn`, or dropout's bool mask. bias: of `padding_bias`."""
         causal = self.causal and bias is None  # else the bias says what comes later, too
         if drawn is None:
-            return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=self.grouped)
+            return F.scaled_dot_product_attention(
+                q, k, v, bias, is_causal=causal, scale=self.scale, enable_gqa=self.grouped
+            )
         if isinstance(drawn, int):
             with seeded(drawn, q.device):
                 return F.scaled_dot_product_attention(
-                    q, k, v, bias, self.attention_dropout, causal, enable_gqa=self.grouped
+                    q, k, v, bias, self.attention_dropout, causal, scale=self.scale, enable_gqa=self.grouped
                 )
         shape = q.shape
         if self.grouped:  # the rows of all queries of a group are those of one matrix; a repeated k would be kept
             q = q.reshape(shape[0], k.shape[1], -1, shape[3])
-        scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size))
+        scores = (q @ k.transpose(-2, -1)).mul_(1.0 / math.sqrt(self.head_size) if self.scale is None else self.scale)
         if self.grouped:
             scores = scores.view(*shape[:3], -1)
         # An addition keeps nothing for its backward; masked_fill would keep the mask.

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator, Stream
+from tplayers.attention.cross_attention import CrossAttention
+from tplayers.attention.head_split import HeadSplit
 from tplayers.attention.key_value_cache import KeyValueCache, LayerCache
+from tplayers.attention.relative_bias import RelativeBias
 from tplayers.attention.rotary import Rotation
 from tplayers.attention.self_attention import SelfAttention, padding_bias
 from tplayers.checks import require_within
@@ -215,7 +218,8 @@ class _MLP(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         (up,) = _fanned_out(x, [self.up], self.canonical)
-        return _fanned_in(pointwise.gelu(up, GELUS[self.gelu]), self.down, self.canonical)
+        active = torch.relu(up) if self.gelu is None else pointwise.gelu(up, GELUS[self.gelu])
+        return _fanned_in(active, self.down, self.canonical)
 
 
 class _SwiGLU(SwiGLU):
@@ -223,7 +227,10 @@ class _SwiGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         (both,) = _fanned_out(x, [self.gate_up], self.canonical)
-        return _fanned_in(pointwise.gated(both), self.down, self.canonical)
+        if self.gelu is None:
+            return _fanned_in(pointwise.gated(both), self.down, self.canonical)
+        gate, up = both.chunk(2)
+        return _fanned_in(pointwise.gelu(gate.contiguous(), GELUS[self.gelu]) * up, self.down, self.canonical)
 
 
 class _SelfAttention(SelfAttention):
@@ -238,9 +245,10 @@ class _SelfAttention(SelfAttention):
         padding: Tensor | None = None,
         cache: LayerCache | None = None,
         rotation: Rotation | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         if cache is not None:
-            return super().forward(x, randomness, padding, cache, rotation)
+            return super().forward(x, randomness, padding, cache, rotation, bias)
         if self.grouped:
             q, kv = _fanned_out(x, [self.query, self.key_value], self.canonical)
             k, v = kv.chunk(2)
@@ -256,21 +264,51 @@ class _SelfAttention(SelfAttention):
             every = shards_for_rows(torch.cat((q, k, v), -1), group)
             q, k, v = (one.contiguous() for one in torch.split(every, sizes, -1))
             first, s = group.rank * own // group.size, s * group.size
-        drawn = self._drawn(randomness)
-        if isinstance(drawn, Tensor) and not self.recompute_core:
-            drawn = dropout_mask(self.attention_dropout, drawn, s, s)  # at once: it takes less time than for each group
-        keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
-        bias = None if padding is None else padding_bias(padding, b, s, q.dtype, causal=self.causal)
-        parts = []
-        for *shard, of_shard in zip(q.unbind(), k.unbind(), v.unbind(), keys[first : first + len(q)], strict=True):
-            heads = [part.view(s, b, -1, self.head_size) for part in shard]
-            if rotation is not None:
-                heads[:2] = rotation(heads[0]), rotation(heads[1])
-            of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
-            mine = self._kept(of_q, of_k, of_v, of_shard, bias)
-            parts.append(mine.permute(2, 0, 1, 3).reshape(s, b, -1))
-        found = torch.stack(parts)
+        if padding is not None:
+            bias = padding_bias(padding, b, s, q.dtype, causal=self.causal)
+        mine = slice(first, first + len(q))
+        found = _attended(self, (q, k, v), (own, mine), self._drawn(randomness), bias, rotation)
         return _fanned_in(found if group is None else rows_for_shards(found, group), self.projection, self.canonical)
+
+
+class _CrossAttention(CrossAttention):
+    canonical: CanonicalShards
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, source: Tensor | tuple[Tensor, Tensor], randomness: Randomness | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if not isinstance(source, Tensor):
+            return super().forward(x, source, randomness, bias)
+        (q,), (kv,) = (
+            _fanned_out(one, [layer], self.canonical) for one, layer in ((x, self.query), (source, self.key_value))
+        )
+        own = len(q)
+        found = _attended(self, (q, *kv.chunk(2)), (own, slice(own)), self._drawn(randomness), bias, None)
+        return _fanned_in(found, self.projection, self.canonical)
+
+
+def _attended(
+    layer: SelfAttention, tensors: tuple[Tensor, ...], shards: tuple[int, slice],
+    drawn: Tensor | int | None, bias: Tensor | None, rotation: Rotation | None,
+) -> Tensor:  # fmt: skip
+    """The attention of each shard: [shards, s, b, n]. tensors: queries, keys, values, [shards, s or keys, b, n].
+
+    shards: the number of those of which ``drawn`` and a ``bias`` of several heads are, and which of them these are.
+    """
+    (own, mine), (q, k, *_) = shards, tensors
+    if isinstance(drawn, Tensor) and not layer.recompute_core:  # at once: it takes less time than for each group
+        drawn = dropout_mask(layer.attention_dropout, drawn, q.shape[1], k.shape[1])
+    keys = drawn.chunk(own, dim=1) if isinstance(drawn, Tensor) else [drawn] * own
+    biases = [bias] * own if bias is None or bias.shape[1] == 1 else bias.chunk(own, dim=1)
+    parts = []
+    for *shard, of_keys, of_bias in zip(*map(torch.unbind, tensors), keys[mine], biases[mine], strict=True):
+        heads = [part.unflatten(-1, (-1, layer.head_size)) for part in shard]
+        if rotation is not None:
+            heads[:2] = rotation(heads[0]), rotation(heads[1])
+        of_q, of_k, of_v = (part.permute(1, 2, 0, 3) for part in heads)
+        parts.append(layer._kept(of_q, of_k, of_v, of_keys, of_bias).permute(2, 0, 1, 3).flatten(2))
+    return torch.stack(parts)
 
 
 def _turned(x: Tensor, rotation: Rotation, head_size: int) -> Tensor:
@@ -363,8 +401,8 @@ class _BERT(_Transformer, BERTEncoder):
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: _Columns, RowParallelLinear: _Rows, ReplicatedLinear: _Replicated,
     VocabParallelEmbedding: _Embedding, LayerNorm: _LayerNorm, RMSNorm: _RMSNorm, MLP: _MLP, SwiGLU: _SwiGLU,
-    MoE: CanonicalMoE, SelfAttention: _SelfAttention, MaskedTokenHead: _MaskedTokenHead, BERTEncoder: _BERT,
-    Transformer: _Transformer,
+    MoE: CanonicalMoE, CrossAttention: _CrossAttention, SelfAttention: _SelfAttention, RelativeBias: RelativeBias,
+    MaskedTokenHead: _MaskedTokenHead, BERTEncoder: _BERT, Transformer: _Transformer,
 }  # fmt: skip
 
 #: the sizes of a layer that the shards must divide
@@ -372,7 +410,9 @@ _SIZES: dict[type[nn.Module], Callable[[Any], dict[str, int]]] = {
     _Columns: lambda one: {"out_features": one.weight.shape[0] * one.comm.size // one.blocks},
     _Rows: lambda one: {"in_features": one.weight.shape[1] * one.comm.size},
     _Embedding: lambda one: {"num_embeddings": one.num_embeddings},
-    _SelfAttention: lambda one: {
-        "num_attention_heads": one.split.groups * one.split.queries, "num_query_groups": one.split.groups
-    },
+    _SelfAttention: lambda one: _heads(one.split), _CrossAttention: lambda one: _heads(one.split),
 }  # fmt: skip
+
+
+def _heads(split: HeadSplit) -> dict[str, int]:
+    return {"num_attention_heads": split.groups * split.queries, "num_query_groups": split.groups}

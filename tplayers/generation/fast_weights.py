@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tplayers.embedding import VocabParallelEmbedding
 from tplayers.linear import ColumnParallelLinear, RowParallelLinear
-from tplayers.models.gpt import GPT
+from tplayers.models.transformer import Transformer
 from tplayers.regions import reduce_own_from_tensor_parallel_region
 
 from .sampling import Sampling
@@ -57,9 +57,10 @@ _MOST, _ZERO = 127, 128
 
 Made = TypeVar("Made")
 Model = TypeVar("Model", bound=nn.Module)
+Kind = TypeVar("Kind", bound=Transformer)
 
 
-def fast_model(model: GPT, rows: int, count: int, sampling: Sampling, real: int) -> tuple[GPT, OutputScreen | None]:
+def fast_model(model: Kind, rows: int, count: int, sampling: Sampling, real: int) -> tuple[Kind, OutputScreen | None]:
     """An `inference_copy` of ``model`` that computes ``count`` new tokens of ``rows`` texts from copies of its weights.
 
     real: this rank's columns of the output layer that are no padding. The second value is the screen of these, or None

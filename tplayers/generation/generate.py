@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +16,18 @@ from commengine import Communicator
 from tplayers.attention.key_value_cache import KeyValueCache
 from tplayers.host_copy import integers, to_device
 from tplayers.models.gpt import GPT
+from tplayers.models.t5 import T5
 from tplayers.rng import stable_hash
 
 from .choice import TokenChooser
+from .encoded import EncodedPrompts
 from .fast_weights import OutputScreen, fast_model, inference_copy, screened
 from .sampling import Sampling
 from .staged import StagedModel
 
 
 def generate(
-    model: GPT,
+    model: GPT | T5,
     tokens: Sequence[Sequence[int]] | Tensor,
     max_new_tokens: int,
     *,
@@ -40,6 +43,8 @@ def generate(
 ) -> list[list[int]]:
     """The tokens that continue each prompt: ``samples`` rows for the first prompt, then those for the second, ...
 
+    A T5 reads the prompts with its encoder, and its decoder writes the tokens, after ``decoder_start_token_id``.
+
     tokens: the prompts, of at least one token each; they may differ in length. A tensor is int64 [b, s].
     max_new_tokens: the most tokens that a row gets. sampling: None for greedy decoding. seed: with a prompt's number,
     the sample's and the token's, it decides what is drawn. numbers: of the prompts; None for 0, 1, 2 and so on. A
@@ -52,7 +57,7 @@ def generate(
     Every token that is left then has a new position and goes through the model again: with 1, each new token takes as
     long as the whole window. Of a prompt that is longer itself, the model sees the last ``max_position_embeddings``
     tokens. warn: rank 0 of the group then gives a UserWarning at the end, which says how many rows slid.
-    pipeline: the stages that have the model's layers, of which ``model`` is one; None if it is whole.
+    pipeline: the stages that have the model's layers, of which ``model`` is one; None if it is whole, as a T5 must be.
 
     Collective over the model's tensor group and the pipeline, with equal arguments on all ranks: if they differ, all
     ranks raise CollectiveMismatch. On the host in float32 it may make copies of the weights, which frozen models keep
@@ -82,19 +87,22 @@ def generate(
     if problem is not None:
         raise problem
     _require(model, prompts, max_new_tokens, samples, known, slide)
+    begins = [[model.config.decoder_start_token_id] for _ in prompts] if isinstance(model, T5) else prompts
     rows = [
         _Row(place * samples + sample, known[place], sample, prompt)
-        for place, prompt in enumerate(prompts)
+        for place, prompt in enumerate(begins)
         for sample in range(samples)
     ]
     columns = model.config.padded_vocab_size // model.comm.size
     chooser = TokenChooser(model.comm, model.config.vocab_size, columns, sampling, model.device)
     with torch.inference_mode(), model.without_context():
-        fast: GPT | StagedModel
-        if stages is None:
-            fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)
-        else:
+        fast: Any
+        if stages is not None and isinstance(model, GPT):
             fast, screen = StagedModel(inference_copy(model), stages), None
+        else:
+            fast, screen = fast_model(model, len(rows), max_new_tokens, sampling, chooser.real)
+            if isinstance(model, T5) and rows:
+                fast = EncodedPrompts(fast, prompts)
         steps = _steps(fast, rows, max_new_tokens, chooser, screen, seed, slide)
         for step, chosen in enumerate(steps):
             for row, token in chosen:
@@ -148,7 +156,7 @@ class _Row:
 
 
 def _steps(
-    model: GPT | StagedModel, rows: Sequence[_Row], count: int, chooser: TokenChooser, screen: OutputScreen | None,
+    model: Any, rows: Sequence[_Row], count: int, chooser: TokenChooser, screen: OutputScreen | None,
     seed: int, slide: int,
 ) -> Iterator[list[tuple[_Row, int]]]:  # fmt: skip
     """The next token of each row that has not ended, step by step. The caller appends it, and ends rows."""
@@ -193,7 +201,7 @@ def _steps(
                 seen.of = seen.of[kept]
 
 
-def _first_pass(model: GPT | StagedModel, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
+def _first_pass(model: Any, rows: Sequence[_Row], capacity: int) -> tuple[KeyValueCache, Tensor]:
     """A cache of the rows' prompts, and the last token's hidden state of each [b, h]. Samples share one pass."""
     prompts = {id(row.prompt): row for row in rows}
     place = {prompt: number for number, prompt in enumerate(prompts)}
@@ -206,7 +214,7 @@ def _first_pass(model: GPT | StagedModel, rows: Sequence[_Row], capacity: int) -
     return cache, hidden
 
 
-def _whole_windows(model: GPT | StagedModel, cache: KeyValueCache, rows: Sequence[_Row]) -> Tensor:
+def _whole_windows(model: Any, cache: KeyValueCache, rows: Sequence[_Row]) -> Tensor:
     """Fill the empty ``cache`` with the windows of the rows; the hidden state of each row's last token [b, h]."""
     windows = [row.window() for row in rows]
     lengths = [len(window) for window in windows]
@@ -216,7 +224,8 @@ def _whole_windows(model: GPT | StagedModel, cache: KeyValueCache, rows: Sequenc
     hidden = model.hidden_states(filled, cache=cache)
     cache.advance(lengths)
     last = integers([length - 1 for length in lengths], device)
-    return hidden[last, torch.arange(len(rows), dtype=torch.int64, device=device)]
+    found: Tensor = hidden[last, torch.arange(len(rows), dtype=torch.int64, device=device)]
+    return found
 
 
 class _Seen:
@@ -238,11 +247,13 @@ class _Seen:
 
 
 def _require(
-    model: GPT, prompts: Sequence[Sequence[int]], count: int, samples: int, numbers: Sequence[int], slide: int
+    model: GPT | T5, prompts: Sequence[Sequence[int]], count: int, samples: int, numbers: Sequence[int], slide: int
 ) -> None:
     """Raise ValueError that names the argument at fault."""
     if not model.causal:
-        raise ValueError(f"generate: {type(model).__name__} is not causal; it needs a GPT")
+        raise ValueError(f"generate: {type(model).__name__} is not causal; it needs a GPT or a T5")
+    if isinstance(model, T5) and not (model.part.first and model.part.last):
+        raise ValueError("generate: a T5 in pipeline stages generates no text: load it with one stage")
     positions, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     if count < 0:
         raise ValueError(f"generate: max_new_tokens={count} must not be negative")

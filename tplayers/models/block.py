@@ -65,7 +65,7 @@ class TransformerBlock(nn.Module):
         self.norm_placement, self.hidden_dropout = config.norm_placement, config.hidden_dropout
         hidden, norm = config.hidden_size, NORMS[config.normalization]
         # The branches add up along the residual stream, so each starts smaller (Radford et al. 2019, section 2.3).
-        output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
+        output_init = self.output_init = Normal(config.init_method_std / math.sqrt(2 * config.num_layers))
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
         linear = {**split, "overlap_stream": overlap_stream, "init": Normal(config.init_method_std)}
         self.attention_norm = norm(hidden, config.norm_epsilon, **split)
@@ -74,8 +74,9 @@ class TransformerBlock(nn.Module):
             query_groups=config.query_groups, pad_heads=config.pad_attention_heads, bias=config.add_bias_linear,
             qkv_bias=config.qkv_bias, qk_norm=config.normalization if config.qk_layernorm else None,
             norm_epsilon=config.norm_epsilon, attention_dropout=config.attention_dropout,
-            dropout_mask=config.attention_dropout_mask, recompute_core=config.recompute == "selective",
-            output_init=output_init, site=f"{site}.attention", context=context, **linear,
+            scale=config.attention_scale, dropout_mask=config.attention_dropout_mask,
+            recompute_core=config.recompute == "selective", output_init=output_init, site=f"{site}.attention",
+            context=context, **linear,
         )  # fmt: skip
         self.mlp_norm = norm(hidden, config.norm_epsilon, **split)
         of_mlp = (hidden, config.ffn_size, comm)
@@ -86,7 +87,9 @@ class TransformerBlock(nn.Module):
                 shared=[] if context is None else [context.comm], output_init=output_init, **linear,
             )  # fmt: skip
         elif config.swiglu:
-            self.mlp = SwiGLU(*of_mlp, bias=config.add_bias_linear, output_init=output_init, **linear)
+            self.mlp = SwiGLU(
+                *of_mlp, gelu=config.gate_gelu, bias=config.add_bias_linear, output_init=output_init, **linear
+            )
         else:
             self.mlp = MLP(*of_mlp, gelu=config.gelu, bias=config.add_bias_linear, output_init=output_init, **linear)
 

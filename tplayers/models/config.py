@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from tplayers.attention.head_split import HeadSplit, split_heads
 from tplayers.attention.rotary import RopeScaling, require_pairs
@@ -21,8 +21,9 @@ NormPlacement: TypeAlias = Literal["pre", "post"]
 
 NORM_PLACEMENTS = get_args(NormPlacement)
 
-#: How a model knows positions: by a table that is learned and added to the embedding, or by rotating queries and keys.
-PositionEmbedding: TypeAlias = Literal["learned_absolute", "rope"]
+#: How a model knows positions: by a table that is learned and added to the embedding, by rotating queries and keys, or
+#: by a table of distances that is added to the scores (`T5` alone).
+PositionEmbedding: TypeAlias = Literal["learned_absolute", "rope", "relative"]
 
 POSITION_EMBEDDINGS = get_args(PositionEmbedding)
 
@@ -97,6 +98,10 @@ class TransformerConfig:
     causal, num_tokentypes = True, 0
     norm_placement, gelu = _OF_DECODERS
 
+    # What only `T5Config` has otherwise: the form of GELU of a gate (None for SiLU), and the factor of the scores.
+    gate_gelu: ClassVar[Gelu | None] = None
+    attention_scale: ClassVar[float | None] = None
+
     def __post_init__(self) -> None:
         require_one_of(NORMS, normalization=self.normalization)
         require_one_of(POSITION_EMBEDDINGS, position_embedding_type=self.position_embedding_type)
@@ -105,6 +110,11 @@ class TransformerConfig:
         if self.num_experts is not None and self.add_bias_linear:
             raise ValueError("num_experts needs add_bias_linear=False, because experts have no biases")
         self.experts  # noqa: B018  it raises where the options do not fit each other
+
+    @property
+    def total_layers(self) -> int:
+        """The layers of all stacks."""
+        return self.num_layers
 
     @property
     def ffn_size(self) -> int:

@@ -16,7 +16,14 @@ from .transformer import Transformer
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
-    """The shape of a GPT: see `TransformerConfig`."""
+    """The shape of a GPT: see `TransformerConfig`. Raises ValueError for relative positions, which a `T5` has."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.position_embedding_type == "relative":
+            raise ValueError(
+                "position_embedding_type='relative': a GPT has learned_absolute or rope; a T5 has relative"
+            )
 
 
 class GPT(Transformer):

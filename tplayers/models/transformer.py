@@ -81,9 +81,9 @@ class Transformer(nn.Module):
         #: None also for a group of this rank alone
         self.context = None if context is None or context.comm.size == 1 else context
         self.config = config
-        self.part = part = part or ModelPart.whole(config.num_layers)
-        if part.layers != config.num_layers:
-            raise ValueError(f"num_layers={config.num_layers} differs from that of the part, {part.layers}")
+        self.part = part = part or ModelPart.whole(config.total_layers)
+        if part.layers != config.total_layers:
+            raise ValueError(f"the model has {config.total_layers} layers, and the part is one of {part.layers}")
         self.comm = comm
         self.causal = config.causal
         self.sequence_parallel = config.sequence_parallel
@@ -91,12 +91,13 @@ class Transformer(nn.Module):
         init = Normal(config.init_method_std)
         split: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, "dtype": dtype}
         self._rotary = config.position_embedding_type == "rope"
+        self._learned = config.position_embedding_type == "learned_absolute"
         untied = config.untie_embeddings_and_output_weights
         if part.first or (part.last and not untied):
             self.embedding = VocabParallelEmbedding(
                 config.padded_vocab_size, hidden, comm, overlap_stream=overlap_stream, init=init, **split
             )
-        if part.first and not self._rotary:
+        if part.first and self._learned:
             positions = Placement((config.max_position_embeddings, hidden), init, partial=config.sequence_parallel)
             add_parameter(self, "position_embedding", positions, dtype)
         if part.first and config.num_tokentypes:
@@ -107,10 +108,8 @@ class Transformer(nn.Module):
         mine = set(part.numbers)
         # None stands for a layer of another rank, so that the names of parameters have the layer's number.
         self.layers = nn.ModuleList(
-            TransformerBlock(
-                config,
-                comm,
-                site=f"layers.{number}",
+            self.new_layer(
+                number,
                 overlap_stream=overlap_stream,
                 context=self.context,
                 expert_group=expert_group,
@@ -119,7 +118,7 @@ class Transformer(nn.Module):
             )
             if number in mine
             else None  # type: ignore[misc]  # torch skips it, and its annotations do not know that
-            for number in range(config.num_layers)
+            for number in range(config.total_layers)
         )
         if part.last and config.norm_placement == "pre":
             self.final_norm = norm(hidden, eps, **split)
@@ -129,6 +128,10 @@ class Transformer(nn.Module):
             )
         if part.last:
             self.add_heads(dtype)
+
+    def new_layer(self, number: int, **options: Any) -> TransformerBlock:
+        """Layer ``number`` of the model, from 0."""
+        return TransformerBlock(self.config, self.comm, site=f"layers.{number}", **options)
 
     def add_heads(self, dtype: torch.dtype | None) -> None:
         """Give the model, which has everything else, the modules of a subclass. Here: none."""
@@ -199,12 +202,12 @@ class Transformer(nn.Module):
 
     def _embedded(
         self, tokens: Tensor, positions: slice | Tensor | None, randomness: Randomness | None,
-        token_types: Tensor | None,
+        token_types: Tensor | None, site: str = "embedding",
     ) -> Tensor:  # fmt: skip
-        """The input of the first layer. positions: of a cache; None if there is none."""
+        """The input of the first layer. positions: of a cache; None if there is none. site: of the dropout."""
         s, config = tokens.shape[1], self.config
         x: Tensor = self.embedding(tokens.t())
-        if not self._rotary:
+        if self._learned:
             # [s, h], or [b, s, h] where the rows differ
             table = self.position_embedding
             if positions is None:
@@ -218,7 +221,7 @@ class Transformer(nn.Module):
             x = self.embedding_norm(x)
         if self.training and config.hidden_dropout > 0:
             first = first_row(x, self.comm, self.sequence_parallel, self.context)
-            x = dropout(x, config.hidden_dropout, needed(randomness, "embedding").keys("embedding"), first)
+            x = dropout(x, config.hidden_dropout, needed(randomness, site).keys(site), first)
         return x
 
     def activations(self, tokens: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ our model                               Hugging Face's
 the same with experts                   ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``
 `tplayers.BERT`, pre-LN                 ``MegatronBertForPreTraining``
 `tplayers.BERT`, post-LN                ``BertForPreTraining``
+`tplayers.T5`                           ``T5ForConditionalGeneration``
 ======================================  ======================================
 
 The differences in layout: GPT-2's ``Conv1D`` holds weights as [in, out]. BERT and Llama have queries, keys and values
@@ -24,12 +25,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tplayers import BERTConfig, TransformerConfig
+from tplayers import BERTConfig, T5Config, TransformerConfig
 
 #: the second names of tied parameters, and our name of each
 SECOND_NAMES = {
     "lm_head.weight": "embedding.weight", "cls.predictions.decoder.weight": "embedding.weight",
-    "cls.predictions.decoder.bias": "mlm_head.bias",
+    "cls.predictions.decoder.bias": "mlm_head.bias", "encoder.embed_tokens.weight": "embedding.weight",
+    "decoder.embed_tokens.weight": "embedding.weight",
 }  # fmt: skip
 #: ends of names that add nothing: second names, and buffers of old and new releases
 _IGNORED = (
@@ -37,7 +39,10 @@ _IGNORED = (
     "rotary_emb.inv_freq",
 )  # fmt: skip
 #: the beginnings of the names of a family's tensors; the first is that of its model without heads
-BEGINNINGS = {"gpt2": ("transformer.", "lm_head."), "llama": ("model.", "lm_head."), "bert": ("bert.", "cls.")}
+BEGINNINGS = {
+    "gpt2": ("transformer.", "lm_head."), "llama": ("model.", "lm_head."), "bert": ("bert.", "cls."),
+    "t5": ("", "lm_head."),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,11 @@ HEADS = {"classifier": ("classifier", True), "span_head": ("qa_outputs", False)}
 def hugging_face_tensors(config: TransformerConfig, head: str | None = None) -> list[HuggingFaceTensor]:
     """Every tensor of the model with this shape.
 
-    config: a `GPTConfig` or a `BERTConfig`. head: of a fine-tuned BERT, one of `HEADS`; None for the heads of
-    pretraining. Raises ValueError as `family` does.
+    config: a `GPTConfig`, a `BERTConfig` or a `T5Config`. head: of a fine-tuned BERT, one of `HEADS`; None for the
+    heads of pretraining. Raises ValueError as `family` does.
     """
     if not isinstance(config, BERTConfig):
-        layers = _gpt2(config) if family(config) == "gpt2" else _llama(config)
+        layers = {"gpt2": _gpt2, "llama": _llama, "t5": _t5}[family(config)](config)
         output = HuggingFaceTensor("output.weight", ("lm_head.weight",), vocabulary=True)
         return [*layers, *([output] if config.untie_embeddings_and_output_weights else [])]
     if head is None:
@@ -81,6 +86,8 @@ def family(config: TransformerConfig) -> str:
     """
     if isinstance(config, BERTConfig):
         return "bert"
+    if isinstance(config, T5Config):
+        return "t5"
     llama = config.position_embedding_type == "rope"
     name = "Llama" if llama else "GPT-2"
     wanted = {
@@ -158,6 +165,36 @@ def _llama(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
             yield from _gated(f"{ours}.mlp.shared_expert", f"{mlp}.shared_expert")
             yield HuggingFaceTensor(f"{ours}.mlp.shared_gate", (f"{mlp}.shared_expert_gate.weight",))
     yield HuggingFaceTensor("final_norm.weight", ("model.norm.weight",))
+
+
+def _t5(config: TransformerConfig) -> Iterator[HuggingFaceTensor]:
+    yield HuggingFaceTensor("embedding.weight", ("shared.weight",), vocabulary=True)
+    for stack, first in (("encoder", 0), ("decoder", config.num_layers)):
+        tables = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield HuggingFaceTensor(f"{stack}_bias.weight", (tables,))
+        for number in range(config.num_layers):
+            ours, theirs = f"layers.{first + number}", f"{stack}.block.{number}.layer"
+            kinds = [("attention", "attention_norm", "SelfAttention")]
+            if stack == "decoder":
+                kinds.append(("cross_attention", "cross_norm", "EncDecAttention"))
+            for place, (mine, norm, name) in enumerate(kinds):
+                yield HuggingFaceTensor(f"{ours}.{norm}.weight", (f"{theirs}.{place}.layer_norm.weight",))
+                query, key, value, output = (f"{theirs}.{place}.{name}.{part}.weight" for part in "qkvo")
+                if mine == "attention":
+                    yield HuggingFaceTensor(f"{ours}.{mine}.qkv.weight", (query, key, value))
+                else:
+                    yield HuggingFaceTensor(f"{ours}.{mine}.query.weight", (query,))
+                    yield HuggingFaceTensor(f"{ours}.{mine}.key_value.weight", (key, value))
+                yield HuggingFaceTensor(f"{ours}.{mine}.projection.weight", (output,))
+            theirs = f"{theirs}.{len(kinds)}"
+            yield HuggingFaceTensor(f"{ours}.mlp_norm.weight", (f"{theirs}.layer_norm.weight",))
+            if config.swiglu:
+                yield from _gated(f"{ours}.mlp", f"{theirs}.DenseReluDense", ("wi_0", "wi_1", "wo"))
+            else:
+                yield HuggingFaceTensor(f"{ours}.mlp.up.weight", (f"{theirs}.DenseReluDense.wi.weight",))
+                yield HuggingFaceTensor(f"{ours}.mlp.down.weight", (f"{theirs}.DenseReluDense.wo.weight",))
+    yield HuggingFaceTensor(f"layers.{config.num_layers - 1}.final_norm.weight", ("encoder.final_layer_norm.weight",))
+    yield HuggingFaceTensor("final_norm.weight", ("decoder.final_layer_norm.weight",))
 
 
 #: the ends of the names of gate, up and down
