@@ -143,6 +143,27 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_T5 = {"vocab_size": 32128, "make_vocab_size_divisible_by": 128}
+_OF_1_1: dict[str, Any] = {
+    "gated_gelu": True, "untie_embeddings_and_output_weights": True, "disable_decoder_output_scale": True,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+_T5_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+_T5_TABLE = {
+    "t5-small": (6, 512, 2048, 8, 64), "t5-base": (12, 768, 3072, 12, 64), "t5-large": (24, 1024, 4096, 16, 64),
+    "t5-3b": (24, 1024, 16384, 32, 128), "t5-11b": (24, 1024, 65536, 128, 128),
+    "t5-1.1-small": (8, 512, 1024, 6, 64), "t5-1.1-base": (12, 768, 2048, 12, 64),
+    "t5-1.1-large": (24, 1024, 2816, 16, 64), "t5-1.1-xl": (24, 2048, 5120, 32, 64),
+    "t5-1.1-xxl": (24, 4096, 10240, 64, 64),
+}  # fmt: skip
+#: T5 (Raffel et al. 2020) and its release 1.1 by name: the shape alone, and no dropout in the pretraining of 1.1
+T5S: dict[str, dict[str, Any]] = {
+    name: _T5 | (_OF_1_1 if "1.1" in name else {}) | dict(zip(_T5_SIZES, sizes, strict=True))
+    for name, sizes in _T5_TABLE.items()
+}
+#: the presets that set the shape alone, by the training command
+SHAPES = {"gpt": MIXTURES, "t5": T5S}
+
 
 @dataclass(frozen=True)
 class FinetuningRecipe:
@@ -216,8 +237,9 @@ def find(name: str, task: str | None = None) -> Preset:
     of_task = [one.name for one in _TABLE if task in (None, one.task)]
     if name in of_task:
         return PRESETS[name]
-    other = f"is a model of pretrain_{PRESETS[name].task}; " if name in PRESETS else ""
-    valid = ", ".join([*of_task, *(MIXTURES if task == "gpt" else ())])
+    owner = PRESETS[name].task if name in PRESETS else next((of for of, one in SHAPES.items() if name in one), None)
+    other = f"is a model of pretrain_{owner}; " if owner else ""
+    valid = ", ".join([*of_task, *SHAPES.get(task or "", ())])
     raise UsageError(f"--preset {name}: {other}valid here: {valid}, or {LIST}, which prints the table")
 
 
@@ -226,8 +248,8 @@ def settings(name: str, task: str) -> dict[str, Any]:
 
     ``list`` prints the table and raises SystemExit. Raises UsageError for a name that the command does not have.
     """
-    if task == "gpt" and name in MIXTURES:
-        return dict(MIXTURES[name])
+    if name in (shapes := SHAPES.get(task, {})):
+        return dict(shapes[name])
     return _find_or_list(name, task, table).settings()
 
 
@@ -268,4 +290,20 @@ def table() -> Iterator[str]:
         keys = ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "moe_router_topk")
         yield f"| {' | '.join(map(str, [name, *(shape[key] for key in keys), width]))} |"
     yield ""
+    yield "| T5 | layers of a stack | hidden | feed-forward | heads | size of a head | parameters |"
+    yield f"|---|{'---:|' * 6}"
+    for name, shape in T5S.items():
+        yield f"| {' | '.join(map(str, [name, *(shape[key] for key in _T5_SIZES)]))} | {t5_parameters(name):,} |"
+    yield ""
     yield "These set the shape alone, as published; batch, rate and steps are the command's defaults."
+
+
+def t5_parameters(name: str) -> int:
+    """The parameters of one of `T5S`, as Hugging Face's model has them."""
+    one = T5S[name]
+    shape = TransformerShape(
+        one["num_layers"], one["hidden_size"], one["num_attention_heads"], 1, one["vocab_size"], "t5",
+        ffn=one["ffn_hidden_size"], head=one["kv_channels"], gated="gated_gelu" in one, rms_norm=True, biases=False,
+        untied="gated_gelu" in one, buckets=32,
+    )  # fmt: skip
+    return formulas.parameters(shape)

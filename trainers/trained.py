@@ -26,9 +26,9 @@ from commengine import Communicator, ProcessGrid, UsageError
 from commengine.errors import usage_errors
 from commengine.options.declared import require, require_ranges
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import BERT, GPT
+from tplayers import BERT, GPT, T5
 from tplayers.placement import unfilled_parameters
-from trainers.settings import loading
+from trainers.settings import derived, loading
 from trainers.settings.commands import TransformerSettings
 from trainers.settings.job import JobOptions
 from trainers.settings.saving import of_other_program
@@ -65,13 +65,13 @@ class Trained:
 
     model: in eval mode, on the grid's device, with this rank's shards of it.
     settings: those of the run, but the grid's tensor-parallel size, no sequence parallelism, no recomputation, and
-    ``pad_attention_heads``, so that the grid need not divide the heads. kind:
-    "gpt" or "bert". checkpoint: the folder that was read. iteration: the steps after which it was saved. sources: the
-    checkpoint's record of each data set that the run has read. end_tokens: those at which a text of the model ends.
+    ``pad_attention_heads``, so that the grid need not divide the heads. kind: "gpt", "bert" or "t5". checkpoint: the
+    folder that was read. iteration: the steps after which it was saved. sources: the checkpoint's record of each data
+    set that the run has read. end_tokens: those at which a text of the model ends.
     problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 
-    model: GPT | BERT
+    model: GPT | BERT | T5
     settings: TransformerSettings
     kind: str
     checkpoint: Path
@@ -106,10 +106,10 @@ def load_trained(
 
     folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it; or ``hf:FOLDER`` or
     ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups share the
-    model, which is on its device; with a pipeline each of them has a stage. kind: "gpt" or "bert", if no other model
-    will do. iteration: of the checkpoint; None for the newest. dtype: of the parameters; None for the run's. tokenizer:
-    a tokenizer.json or BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says so on its
-    standard error. verify: first compare the files that are read with their checksums.
+    model, which is on its device; with a pipeline each of them has a stage. kind: "gpt", "bert" or "t5", if no other
+    model will do. iteration: of the checkpoint; None for the newest. dtype: of the parameters; None for the run's.
+    tokenizer: a tokenizer.json or BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says
+    so on its standard error. verify: first compare the files that are read with their checksums.
     asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
@@ -138,7 +138,7 @@ def load_trained(
     found = Path(name)
     settings = TASKS[kind_found].settings(**values)
 
-    def fill(model: GPT | BERT) -> None:
+    def fill(model: GPT | BERT | T5) -> None:
         checkpoint.load_model(found, model, grid.world, verify=verify)
 
     own_or_asked = DTYPES[own] if dtype is None else dtype
@@ -170,7 +170,7 @@ def _load_other(
 
         settings = TASKS[other.kind].settings(**on_rank_zero(grid.world, described))
 
-        def fill(model: GPT | BERT) -> None:
+        def fill(model: GPT | BERT | T5) -> None:
             fill_model(load, other, model, model.config, grid.world)
 
         place = Path(load.partition(":")[2])
@@ -180,13 +180,13 @@ def _load_other(
 def _require_split(settings: TransformerSettings, grid: ProcessGrid) -> None:
     """Raise UsageError unless the model splits over the grid. Not collective."""
     require_split(task_of(settings).model(), settings, grid.world.size)
-    stages, layers = grid.pipeline.size, settings.num_layers
+    stages, layers = grid.pipeline.size, derived.layers(settings)
     named = f"--pipeline-model-parallel-size {stages}"
     require(stages <= layers, f"{named}: must be at most {layers}, the layers of the model")
 
 
 def _trained(
-    fill: Callable[[GPT | BERT], None], settings: TransformerSettings, grid: ProcessGrid, dtype: torch.dtype,
+    fill: Callable[[GPT | BERT | T5], None], settings: TransformerSettings, grid: ProcessGrid, dtype: torch.dtype,
     found: Path, steps: int, tokenizer: str | os.PathLike[str] | None,
     read: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip

@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[Listed, ...]] = {
     "Train": (
         Listed("train gpt", "trainers.pretrain_gpt", "train a GPT or a Llama on text"),
         Listed("train bert", "trainers.pretrain_bert", "train a BERT on sentences"),
+        Listed("train t5", "trainers.pretrain_t5", "train a T5 on text with masked spans"),
         Listed("finetune", "trainers.finetune", "fine-tune a BERT on MNLI, QQP, SQuAD or RACE"),
         Listed("supervise", "trainers.supervise", "bring a run to its end over crashes"),
         Listed("compare", "trainers.compare", "compare two runs bit by bit"),

@@ -10,7 +10,7 @@ import torch
 
 from commengine import UsageError
 from commengine.options.ranges import OptionError
-from tplayers import BERT, GPT, formulas
+from tplayers import BERT, GPT, T5, formulas
 from trainers import presets
 from trainers.finetuning.completing import COMMAND as FINETUNE
 from trainers.finetuning.completing import scheduled
@@ -18,7 +18,7 @@ from trainers.finetuning.settings import FinetuneSettings
 from trainers.presets import PRESETS
 from trainers.settings.commands import BERTSettings, GPTSettings
 from trainers.settings.rules import require_valid
-from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT
+from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT, PRETRAIN_T5
 from trainers.tasks.kinds import task_of
 
 #: Tables 1, 2 and 4: layers, hidden size, heads, parameters as published, billions of them
@@ -164,7 +164,7 @@ def test_a_mixture_of_experts_has_the_published_counts(name):
     shape = task_of(config).cost_shape()
     assert sum(parameter.numel() for parameter in model.parameters()) == every == formulas.parameters(shape)
     assert formulas.active_parameters(shape) == pytest.approx(active, rel=0.002)
-    with pytest.raises(UsageError, match=f"--preset {name}: valid here: bert-336m"):
+    with pytest.raises(UsageError, match=f"--preset {name}: is a model of pretrain_gpt; valid here: bert-336m"):
         PRETRAIN_BERT.parse(["--preset", name])
 
 
@@ -303,3 +303,26 @@ def test_a_run_that_keeps_the_newest_checkpoint_by_default_may_keep_every_nth(tm
     assert scheduled(config, 4, 1).keep_last == 1
     with pytest.raises(UsageError, match="--keep-every 2: needs"):
         require_valid(replace(config, save=None, predict="dev"), 1)
+
+
+#: of transformers' T5ForConditionalGeneration with the published configurations
+T5_COUNTS = {
+    "t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096, "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344, "t5-1.1-small": 76_961_152, "t5-1.1-base": 247_577_856, "t5-1.1-large": 783_150_080,
+    "t5-1.1-xl": 2_849_757_184, "t5-1.1-xxl": 11_135_332_352,
+}  # fmt: skip
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", T5_COUNTS)
+def test_a_t5_has_the_published_counts(name):
+    """By the formula, and by the names and the sizes of the model itself, also on several ranks."""
+    assert presets.t5_parameters(name) == T5_COUNTS[name]
+    config = PRETRAIN_T5.parse(["--preset", name, "--mock-data", "--pad-attention-heads"])
+    for tensor in (1, 4):
+        with torch.device("meta"):
+            model = T5(task_of(config).model(), SimpleNamespace(size=tensor, rank=0))
+        sizes = dict(formulas.parameter_sizes(task_of(config).model().cost_shape(1, tensor), tensor))
+        assert {name: one.numel() for name, one in model.named_parameters()} == sizes
+    with pytest.raises(UsageError, match=f"--preset {name}: is a model of pretrain_t5; valid here: bert-336m"):
+        PRETRAIN_BERT.parse(["--preset", name])

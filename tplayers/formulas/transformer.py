@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 RECOMPUTE = ("none", "selective", "full")
-MODELS = ("gpt", "bert")
+MODELS = ("gpt", "bert", "t5")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class TransformerShape:
     experts: in place of a layer's feed-forward block it has so many of width ``ffn`` without biases, and a router; 0
     for none. of_token: the experts of each token. shared: the width of an expert that all tokens have; 0 for none.
     shared_gate: that one has a gate of h weights.
+
+    A "t5" has ``layers`` in its encoder and as many in its decoder, and two tables of ``buckets`` distances. There are
+    formulas of its parameters only.
 
     Raises ValueError for sizes below 1, if ``heads`` does not divide ``hidden`` and ``head`` is None, and if
     ``kv_heads`` does not divide ``heads``.
@@ -57,6 +60,7 @@ class TransformerShape:
     of_token: int = 1
     shared: int = 0
     shared_gate: bool = False
+    buckets: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head"):
@@ -177,6 +181,8 @@ def parameter_sizes(
     sentence-order head. Names and order are those of this project's GPT and BERT.
     """
     h = shape.hidden
+    if shape.model == "t5":
+        return _t5_sizes(shape, tensor)
     found = [] if shape.rotary else [("position_embedding", (shape.seq if positions is None else positions) * h)]
     if shape.model == "bert":
         found.append(("token_type_embedding", 2 * h))
@@ -197,6 +203,22 @@ def parameter_sizes(
     if shape.model == "bert" and order_head:
         found += [("pooler.weight", h * h), ("pooler.bias", h), ("order_head.weight", 2 * h), ("order_head.bias", 2)]
     return found
+
+
+def _t5_sizes(shape: TransformerShape, tensor: int) -> list[tuple[str, int]]:
+    h, own = shape.hidden, _layer_sizes(shape, tensor)
+    across = {
+        "cross_norm.weight": h, "cross_attention.query.weight": h * shape.queries // tensor,
+        "cross_attention.key_value.weight": 2 * h * shape.keys // tensor,
+        "cross_attention.projection.weight": h * shape.queries // tensor,
+    }  # fmt: skip
+    found = [("embedding.weight", shape.vocab * h // tensor)]
+    for number in range(2 * shape.layers):
+        layer = own | (across if number >= shape.layers else {})
+        layer |= {"final_norm.weight": h} if number == shape.layers - 1 else {}
+        found += [(f"layers.{number}.{name}", size) for name, size in layer.items()]
+    found += [("final_norm.weight", h)] + ([("output.weight", shape.vocab * h // tensor)] if shape.untied else [])
+    return found + [(f"{stack}_bias.weight", shape.buckets * shape.heads // tensor) for stack in ("encoder", "decoder")]
 
 
 def _layer_sizes(shape: TransformerShape, tensor: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from tplayers.attention.cross_attention import CrossAttention
 from tplayers.attention.key_value_cache import LayerCache
 from tplayers.attention.relative_bias import RelativeBias
 from tplayers.attention.self_attention import padding_bias, real_tokens
+from tplayers.formulas import TransformerShape
 from tplayers.mlp import Gelu
 from tplayers.norm import NORMS, LayerNorm, Normalization, RMSNorm
 from tplayers.placement import Normal, require_divisible
@@ -78,6 +79,9 @@ class T5Config(TransformerConfig):
     @property
     def total_layers(self) -> int:
         return 2 * self.num_layers
+
+    def cost_shape(self, seq: int, tensor: int = 1) -> TransformerShape:
+        return replace(super().cost_shape(seq, tensor), model="t5", buckets=self.relative_attention_num_buckets)
 
 
 class T5Block(TransformerBlock):

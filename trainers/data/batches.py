@@ -30,6 +30,11 @@ class TextMicrobatch:
     vocab_size: int
 
     @property
+    def read(self) -> tuple[Tensor, ...]:
+        """The tokens that the model reads, [b, s]; of several stacks those of each."""
+        return (self.tokens,)
+
+    @property
     def usable(self) -> bool:
         """Whether all tokens, and all labels that are counted, lie within the vocabulary."""
         real = torch.cat((self.tokens.flatten(), self.labels[self.labels != IGNORED]))

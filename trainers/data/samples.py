@@ -24,7 +24,7 @@ Text = npt.NDArray[np.integer[Any]]
 Counts = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 # The use of a stream of random numbers. It keeps streams of different uses apart that have the same seed and number.
-ZIPF, PERMUTATION, SHORT, MASKS = 1, 2, 3, 4
+ZIPF, PERMUTATION, SHORT, MASKS, SPANS = 1, 2, 3, 4, 5
 #: a label that does not count
 IGNORED = -100
 # Tokens that are counted at a time. bincount makes an int64 copy, so this takes 32 MB.

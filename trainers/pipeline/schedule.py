@@ -132,8 +132,8 @@ class Schedule:
 
 
 def activations_like(model: Any, microbatches: Sequence[Any]) -> Callable[[int], Tensor]:
-    """New memory for the activations of a micro-batch, by its number. The micro-batches have ``tokens`` [b, s]."""
-    return lambda number: model.activations(microbatches[number].tokens)
+    """New memory for the activations of a micro-batch, by its number (`TextMicrobatch.read`)."""
+    return lambda number: model.activations(*microbatches[number].read)
 
 
 class _Passed(Exception):

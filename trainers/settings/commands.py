@@ -8,7 +8,14 @@ from typing import ClassVar, TypeAlias
 from .data import CorpusOptions
 from .job import JobOptions
 from .layout import ComputationOptions, ContextOptions, StageOptions
-from .model import DecoderOptions, EncoderOptions, LayerOptions, MixtureOptions, TransformerOptions
+from .model import (
+    DecoderOptions,
+    EncoderDecoderOptions,
+    EncoderOptions,
+    LayerOptions,
+    MixtureOptions,
+    TransformerOptions,
+)
 from .precision import PrecisionOptions, ReductionOptions
 from .same_bits import SameBitsOptions
 from .saving import CheckOptions, SavingOptions
@@ -23,6 +30,7 @@ class TrainSettings(
     """What every training command has. kind: of its runs, which their checkpoints say."""
 
     kind: ClassVar[str | None] = None
+    stacks: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
@@ -47,5 +55,17 @@ class BERTSettings(
     causal: ClassVar[bool] = False
 
 
-#: kind: of the model. causal: a position sees the earlier ones only
-TransformerSettings: TypeAlias = GPTSettings | BERTSettings
+@dataclass(frozen=True)
+class T5Settings(
+    EncoderDecoderOptions, TransformerOptions, SameBitsOptions, ContextOptions, StageOptions, LayerOptions,
+    CorpusOptions, TrainSettings,
+):  # fmt: skip
+    """The settings of `trainers.pretrain_t5`."""
+
+    kind: ClassVar[str] = "t5"
+    causal: ClassVar[bool] = False
+    stacks: ClassVar[int] = 2
+
+
+#: kind: of the model. causal: a position sees the earlier ones only. stacks: of ``num_layers`` layers each
+TransformerSettings: TypeAlias = GPTSettings | BERTSettings | T5Settings

@@ -43,10 +43,15 @@ def replica_size(settings: Any) -> int:
     return int(settings.tensor_model_parallel_size * context_ranks(settings) * stages(settings))
 
 
+def layers(settings: Any) -> int:
+    """The layers of all stacks."""
+    return int(settings.num_layers * settings.stacks)
+
+
 def chunks(settings: Any) -> int:
     """The stretches of layers of a stage."""
     each = settings.num_layers_per_virtual_pipeline_stage
-    return 1 if each is None else settings.num_layers // (settings.pipeline_model_parallel_size * each)
+    return 1 if each is None else layers(settings) // (settings.pipeline_model_parallel_size * each)
 
 
 def threaded_messages(settings: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The models: the layers of a transformer, and what experts, GPT and BERT add."""
+"""The models: the layers of a transformer, and what experts, GPT, BERT and T5 add."""
 
 from __future__ import annotations
 
@@ -179,3 +179,44 @@ class EncoderOptions:
     head_gelu: str | None = option(
         None, "the same of the head of masked tokens (default: that of the layers)", choices=("erf", "tanh"), fixed=True
     )
+
+
+@dataclass(frozen=True)
+class EncoderDecoderOptions:
+    """What a T5 has besides. ``--num-layers`` is that of its encoder, and of its decoder."""
+
+    seq_length: Length = option(
+        512, "tokens that the encoder reads of a sample, sentinels and end included", fixed=True
+    )
+    decoder_seq_length: Length = option(
+        114, "tokens that the decoder writes of a sample, sentinels and end included", fixed=True
+    )
+    mask_prob: Annotated[float, OPEN_FRACTION] = option(0.15, "share of a sample's tokens that lie in masked spans")
+    mean_noise_span_length: Annotated[float, at_least(1)] = option(3.0, "mean length of a masked span, in tokens")
+    vocab_extra_ids: Vocabulary = option(
+        100, "sentinels, which are added to a vocabulary without <extra_id_0>: each stands for a span of a sample",
+        fixed=True,
+    )  # fmt: skip
+    norm_epsilon: Positive = option(1e-6, "added to the mean of squares in all norms", fixed=True)
+    make_vocab_size_divisible_by: Vocabulary = option(
+        128, "pad the vocabulary to a multiple of this, at every TP size", fixed=True
+    )
+    kv_channels: Width | None = option(
+        None, "size of an attention head (default hidden-size / num-attention-heads)", fixed=True
+    )
+    gated_gelu: bool = option(False, "the feed-forward block is a gated GELU, as in T5 1.1, not ReLU", fixed=True)
+    untie_embeddings_and_output_weights: bool = option(
+        False, "the output layer has a weight of its own, as in T5 1.1", fixed=True
+    )
+    disable_decoder_output_scale: bool = option(
+        False,
+        "do not multiply the decoder's output by hidden-size^-0.5 before the output layer, as in T5 1.1",
+        fixed=True,
+    )
+    relative_attention_num_buckets: Annotated[int, between(4, 2**16)] = option(
+        32, "distances that the tables of relative positions tell apart, an even number", fixed=True
+    )
+    relative_attention_max_distance: Length = option(
+        128, "the distance from which on all are one in these tables", fixed=True
+    )
+    sample_tokens: Annotated[int, between(0, 2**16)] = option(64, "length of the text of the report's sample")

@@ -144,8 +144,31 @@ def _corpus(s: Any, _: int) -> Faults:
         yield s.data_path is None, needed
 
 
+def _t5(s: Any, _: int) -> Faults:
+    yield s.context_parallel_size != 1, f"{given(s, 'context_parallel_size')}: a T5 has none; leave it out"
+    yield s.dry_run, "--dry-run: there are no formulas of a T5 yet; leave it out"
+    yield s.compile, "--compile: excludes a T5, which has not been compiled yet; leave it out"
+    yield (
+        s.deterministic and s.pipeline_model_parallel_size > 1,
+        f"{given(s, 'pipeline_model_parallel_size')}: excludes --deterministic for a T5, whose tables of relative "
+        "positions add up their gradients stage by stage",
+    )
+    for name in ("seq_length", "decoder_seq_length"):
+        wanted = derived.canonical_shards(s) or s.tensor_model_parallel_size
+        yield (
+            s.sequence_parallel and getattr(s, name) % wanted,
+            f"{given(s, name)}: must be a multiple of {wanted} with --sequence-parallel",
+        )
+    buckets, most = given(s, "relative_attention_num_buckets"), given(s, "relative_attention_max_distance")
+    yield s.relative_attention_num_buckets % 2, f"{buckets}: must be even"
+    yield (
+        s.relative_attention_max_distance <= s.relative_attention_num_buckets // 2,
+        f"{most}: must be above half of {buckets}",
+    )
+
+
 def _stages(s: Any, ranks: int) -> Faults:
-    each, stages, layers = s.num_layers_per_virtual_pipeline_stage, s.pipeline_model_parallel_size, s.num_layers
+    each, stages, layers = s.num_layers_per_virtual_pipeline_stage, s.pipeline_model_parallel_size, derived.layers(s)
     named = given(s, "pipeline_model_parallel_size")
     yield stages > layers, f"{named}: must be at most {given(s, 'num_layers')}: each stage needs a layer"
     yield (
@@ -262,7 +285,7 @@ RULES = (
     Rule("context_parallel_size cp_comm_type", first(_context)),
     Rule("deterministic", first(_same_bits)),
     Rule("dry_run max_position_embeddings", lambda s, _: (
-        s.seq_length > derived.positions(s),
+        s.seq_length > derived.positions(s) and s.stacks == 1,
         f"{given(s, 'seq_length')}: must not exceed {given(s, 'max_position_embeddings')}")),
     Rule("dry_run cost_model", lambda s, _: (
         s.cost_model is not None and not s.dry_run, f"{given(s, 'cost_model')}: goes with --dry-run")),
@@ -287,7 +310,8 @@ RULES = (
     Rule("vocab_file tokenizer_model", lambda s, _: (
         s.vocab_file is not None and s.tokenizer_model is not None,
         "--vocab-file and --tokenizer-model: both name the vocabulary; leave one of them out")),
-    Rule("deterministic mask_prob", lambda s, _: (
+    Rule("decoder_seq_length", first(_t5)),
+    Rule("deterministic one_sentence_documents", lambda s, _: (
         s.deterministic and s.sequence_parallel and s.context_parallel_size > 1 and s.tensor_model_parallel_size > 1,
         "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT: its heads see whole "
         "sequences on each rank")),

@@ -19,7 +19,7 @@ from trainers.settings.commands import TrainSettings
 from .settings import Size, SuperviseSettings
 
 #: the commands that can be supervised; each module has its COMMAND
-COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune")
+COMMANDS = ("trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.pretrain_t5", "trainers.finetune")
 #: the file in the folder of --save into which the run writes its step
 STEP_FILE = "supervised-step"
 

@@ -72,9 +72,10 @@ def _require_one_dropout(load: str, folder: object, value: Callable[[str], Any])
 
 def _of_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``settings`` that are fields, and samples of at most as many tokens as the model has positions."""
-    default = {item.name: item.default for item in fields(kind)}
+    default: dict[str, Any] = {item.name: item.default for item in fields(kind)}
     found = {name: one for name, one in settings.items() if name in default}
-    return found | {"seq_length": min(default["seq_length"], found["max_position_embeddings"])}
+    length = default["seq_length"]
+    return found | {"seq_length": min(length, found["max_position_embeddings"] or length)}
 
 
 def require_kind(load: str, other: OtherModel, wanted: str | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream
-from tplayers import GPT, initialize
+from tplayers import GPT, T5, initialize
 from tplayers.models.bert import BERTEncoder
 from trainers.run.startup import grid_of
 from trainers.run.task import TrainingTask
@@ -57,7 +57,7 @@ class ExportedTask(TrainingTask):
         """The files of an export besides the weights."""
 
     @property
-    def _model(self) -> GPT | BERTEncoder:
+    def _model(self) -> GPT | BERTEncoder | T5:
         model = self.trainer.model
-        assert isinstance(model, GPT | BERTEncoder)
+        assert isinstance(model, GPT | BERTEncoder | T5)
         return model

@@ -14,7 +14,7 @@ import torch
 from commengine import Communicator, ProcessGrid, Stream, UsageError
 from commengine.options.declared import given, require
 from commengine.rank_zero import on_every_rank
-from tplayers import BERT, GPT, ContextGroup, ModelPart, TransformerConfig, formulas, use_canonical_shards
+from tplayers import BERT, GPT, T5, ContextGroup, ModelPart, TransformerConfig, formulas, use_canonical_shards
 from tplayers.formulas import TransformerShape
 from trainers.data.batches import GlobalBatches
 from trainers.data.corpus import Corpus, HeldOutPart, complete_corpus
@@ -102,7 +102,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
         **groups: Any,
-    ) -> GPT | BERT:  # fmt: skip
+    ) -> GPT | BERT | T5:  # fmt: skip
         """A new model over a tensor group, or a part of it. Collective.
 
         overlap: the stream on which the backward communicates. groups: as `groups` gives them.
@@ -117,7 +117,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         threaded = derived.threaded_messages(config)
         return {"context": ContextGroup(grid.context, method, causal=config.causal, threaded=threaded)}
 
-    def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT:
+    def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT | T5:
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
         return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], **self.groups(grid))
 
@@ -125,10 +125,11 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         """The layers of each stage: stretches of the size that is asked for, or one, cut by the cost of products."""
         config, last = self.config, 0.0
         stages, chunks = config.pipeline_model_parallel_size, derived.chunks(config)
-        if config.num_layers_per_virtual_pipeline_stage is None and stages > 1:
+        if config.num_layers_per_virtual_pipeline_stage is None and stages > 1 and config.stacks == 1:
             last = formulas.output_layers(self.cost_shape(), config.recompute_granularity or "none")
-        cut = formulas.cut_layers(config.num_layers, stages * chunks, last)
-        return [ModelPart(config.num_layers, tuple(cut[stage::stages])) for stage in range(stages)]
+        layers = derived.layers(config)
+        cut = formulas.cut_layers(layers, stages * chunks, last)
+        return [ModelPart(layers, tuple(cut[stage::stages])) for stage in range(stages)]
 
     def cost_shape(self) -> TransformerShape:
         """The shape of the model, for formulas."""
@@ -176,7 +177,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         with contextlib.closing(on_every_rank(world, self.open_other)) as other:  # before the model takes its memory
             trainer = fresh()
             model = trainer.model
-            assert isinstance(model, GPT | BERT)
+            assert isinstance(model, GPT | BERT | T5)
             fill_model(config.load, other, model, model.config, world, partial(trainer.optimizer.fill, "master"))
         return trainer
 

@@ -17,7 +17,7 @@ import torch
 
 from commengine.files.reading import SETTINGS_BYTES, read_json
 from commengine.options.ranges import EXPERTS, LAYERS
-from tplayers import BERTConfig, GPTConfig, RopeScaling
+from tplayers import BERTConfig, GPTConfig, RopeScaling, T5Config
 from tplayers.mlp import Gelu
 
 from .hugging_face import experts_family, family
@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "MegatronBertForPreTraining": "megatron-bert", "MegatronBertForMaskedLM": "megatron-bert",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
     "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe", "T5ForConditionalGeneration": "t5",
 }  # fmt: skip
 
 #: the names of GELU there, by ours; the first is written
@@ -106,6 +106,14 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     "qwen3_moe": _decoder_fields(32768, 4) | {
         "num_experts": ("num_experts", int, 128), "num_experts_per_tok": ("moe_router_topk", int, 8),
         "moe_intermediate_size": ("moe_ffn_hidden_size", int, 768),
+    },
+    "t5": {
+        "num_layers": ("num_layers", int, ...), "d_model": ("hidden_size", int, ...),
+        "num_heads": ("num_attention_heads", int, ...), "vocab_size": ("vocab_size", int, ...),
+        "d_ff": ("ffn_hidden_size", int, ...), "d_kv": ("kv_channels", int, 64),
+        "dropout_rate": ("hidden_dropout", float, 0.1), "layer_norm_epsilon": ("norm_epsilon", float, 1e-6),
+        "relative_attention_num_buckets": ("relative_attention_num_buckets", int, 32),
+        "relative_attention_max_distance": ("relative_attention_max_distance", int, 128),
     },
 }  # fmt: skip
 #: the properties that say what follows from other fields where a field is None
@@ -192,7 +200,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig | BERTConfig:
+def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig | BERTConfig | T5Config:
     """The shape of the model in a folder of Hugging Face, with no biases or heads that only its weights tell.
 
     interleaved: whether the caller takes a model with ``rope_interleaved``; only one with rotary positions will do.
@@ -310,6 +318,30 @@ def _qwen3_moe(keys: _Keys, fields: dict[str, Any]) -> GPTConfig:
     return _qwen3(keys, _qwen_experts(keys, fields, name))
 
 
+#: how a T5's configuration names its feed-forward block, by whether it is gated
+_FEED_FORWARD = {False: "relu", True: "gated-gelu"}
+
+
+def _t5(keys: _Keys, fields: dict[str, Any]) -> T5Config:
+    keys.must("num_decoder_layers", fields["num_layers"], None)
+    keys.must("feed_forward_proj", *_FEED_FORWARD.values())
+    gated = keys.values.get("feed_forward_proj", "relu") == _FEED_FORWARD[True]
+    keys.must("is_gated_act", gated)
+    keys.must("dense_act_fn", "gelu_new" if gated else "relu")
+    keys.must("is_encoder_decoder", True)
+    keys.must("is_decoder", False)
+    keys.must("decoder_start_token_id", T5Config.decoder_start_token_id)
+    keys.must("n_positions", keys.values.get("n_positions", 512))  # positions are relative
+    # transformers 4 writes the first key, and reads both from it. Its version 5 always writes that they are tied, and
+    # reads from the files whether they are.
+    tied = keys.take("tie_word_embeddings", bool, True)
+    tied = keys.take("scale_decoder_outputs", bool, tied) and tied
+    return T5Config(
+        **fields, attention_dropout=fields["hidden_dropout"], swiglu=gated, scale_decoder_outputs=tied,
+        untie_embeddings_and_output_weights=not tied,
+    )  # fmt: skip
+
+
 def _decoder(keys: _Keys, fields: dict[str, Any], theta: float = 10000.0) -> GPTConfig:
     """theta: of rotary positions, where the keys do not tell it."""
     keys.must("hidden_act", "silu")
@@ -356,9 +388,9 @@ def _rope_of(keys: _Keys, name: str, theta: float) -> tuple[float, RopeScaling |
     return theta, RopeScaling(kind, *numbers) if numbers else None
 
 
-_READERS: dict[str, Callable[[_Keys, dict[str, Any]], GPTConfig | BERTConfig]] = {
+_READERS: dict[str, Callable[[_Keys, dict[str, Any]], GPTConfig | BERTConfig | T5Config]] = {
     "gpt2": _gpt2, "bert": _bert, "llama": _decoder, "mistral": _mistral, "qwen2": _qwen2,
-    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "t5": _t5,
     "megatron-bert": lambda keys, fields: replace(_bert(keys, fields), norm_placement="pre"),
 }  # fmt: skip
 
@@ -373,7 +405,7 @@ class TaskHead:
 
 
 def written_configuration(
-    config: GPTConfig | BERTConfig, dtype: torch.dtype, origin: Mapping[str, Any] | None = None,
+    config: GPTConfig | BERTConfig | T5Config, dtype: torch.dtype, origin: Mapping[str, Any] | None = None,
     head: TaskHead | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The keys of a ``config.json`` for a model of this shape, whose parameters are of ``dtype``.
@@ -389,6 +421,8 @@ def written_configuration(
     if isinstance(config, BERTConfig):
         model_type, more = ("megatron-bert" if config.norm_placement == "pre" else "bert"), _bert_keys(config, head)
         end = "ForMaskedLM" if head is None and not config.binary_head else "ForPreTraining"
+    elif isinstance(config, T5Config):
+        model_type, more = of, _t5_keys(config)
     elif of == "gpt2":
         model_type = of
         more = {"activation_function": GELU_NAMES["tanh"][0], "embd_pdrop": config.hidden_dropout}
@@ -445,6 +479,21 @@ def _bert_keys(config: BERTConfig, head: TaskHead | None) -> dict[str, Any]:
         labels["id2label"] = {str(number): word for number, word in enumerate(head.labels)}
         labels["label2id"] = {word: number for number, word in enumerate(head.labels)}
     return {"hidden_act": GELU_NAMES[config.gelu][0], "type_vocab_size": config.num_tokentypes, **labels}
+
+
+def _t5_keys(config: T5Config) -> dict[str, Any]:
+    gated = config.swiglu
+    if config.scale_decoder_outputs == config.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"Hugging Face has no T5 with scale_decoder_outputs={config.scale_decoder_outputs} and "
+            f"untie_embeddings_and_output_weights={config.untie_embeddings_and_output_weights}: one of them is True"
+        )
+    return {
+        "num_decoder_layers": config.num_layers, "feed_forward_proj": _FEED_FORWARD[gated], "is_gated_act": gated,
+        "dense_act_fn": "gelu_new" if gated else "relu", "is_encoder_decoder": True,
+        "decoder_start_token_id": config.decoder_start_token_id, "pad_token_id": config.decoder_start_token_id,
+        "scale_decoder_outputs": config.scale_decoder_outputs,
+    }  # fmt: skip
 
 
 def _decoder_keys(config: GPTConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, BERTConfig, GPTConfig, whole_placements
+from tplayers import GPT, T5, BERTConfig, GPTConfig, T5Config, whole_placements
 from tplayers.models.bert import BERTEncoder
 from trainers.checkpoints import disk, folder_lock, parallel_safetensors, run_folder
 from trainers.training.holders import held_first
@@ -134,16 +134,19 @@ class SmallFiles:
     tokenizer_model: str | None = None
 
     def write(
-        self, folder: Path, config: GPTConfig | BERTConfig, dtype: torch.dtype, head: TaskHead | None = None
+        self, folder: Path, config: GPTConfig | BERTConfig | T5Config, dtype: torch.dtype, head: TaskHead | None = None
     ) -> None:
         """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
         origin = None if self.origin is None else Path(self.origin)
         there = origin is not None and (origin / CONFIG).is_file()
         keys = read_keys(origin / CONFIG) if origin is not None and there else {}
         written = written_configuration(config, dtype, keys, head)
-        if not there and isinstance(config, GPTConfig):
+        if not there and not isinstance(config, BERTConfig):
             # Without these keys transformers has those of its class: a Llama would end texts at token 2.
             ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text(self.tokenizer_model))
+            if isinstance(config, T5Config):
+                start = config.decoder_start_token_id
+                ends |= {"bos_token_id": None, "decoder_start_token_id": start, "pad_token_id": start}
             written |= ends
             disk.write(folder / GENERATION, _json(ends))
         disk.write(folder / CONFIG, _json(written))
@@ -157,13 +160,13 @@ def _json(keys: Mapping[str, Any]) -> bytes:
     return json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def require_exportable(config: GPTConfig | BERTConfig) -> None:
+def require_exportable(config: GPTConfig | BERTConfig | T5Config) -> None:
     """Raise ValueError, naming the field, if no class of transformers is a model of this shape."""
     written_configuration(config, torch.float32)
 
 
 def export(
-    model: GPT | BERTEncoder, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None,
+    model: GPT | BERTEncoder | T5, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None,
     may_replace: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Write ``model`` into ``folder``, in place of all that is there. Collective over the grid's world.
@@ -225,7 +228,7 @@ def _told(folder: Path, work: Any) -> None:
         raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
 
 
-def _pieces(model: GPT | BERTEncoder, head: str | None) -> Iterator[tuple[TheirPart, str]]:
+def _pieces(model: GPT | BERTEncoder | T5, head: str | None) -> Iterator[tuple[TheirPart, str]]:
     """Each of Hugging Face's tensors with the name of our parameter that has it, in the order of the file."""
     placed = whole_placements(model)
     for tensor in hugging_face_tensors(model.config, head):

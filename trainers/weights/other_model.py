@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig, Placement, TransformerConfig
+from tplayers import BERTConfig, GPTConfig, Placement, T5Config, TransformerConfig
 
 #: the dtypes in which our models compute; others, such as those of 8 bits, mean numbers only with scales
 REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,8 +22,8 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:
-    """The settings of `GPTSettings` or `BERTSettings` whose ``model()`` has the function of ``config``.
+def model_settings(config: GPTConfig | BERTConfig | T5Config) -> dict[str, Any]:
+    """The settings of `GPTSettings`, `BERTSettings` or `T5Settings` whose ``model()`` has the function of ``config``.
 
     Settings that do not change the function are left out: how it is split, recomputed and initialised. Fields of
     ``config`` that are no settings are there, too.
@@ -32,6 +32,9 @@ def model_settings(config: GPTConfig | BERTConfig) -> dict[str, Any]:
     found["ffn_hidden_size"] = config.ffn_size
     if isinstance(config, BERTConfig):
         return found | {"bert_no_binary_head": not config.binary_head}
+    if isinstance(config, T5Config):
+        more = {"gated_gelu": config.swiglu, "disable_decoder_output_scale": not config.scale_decoder_outputs}
+        return found | more | {"max_position_embeddings": None}
     found["disable_bias_linear"] = not config.add_bias_linear
     if config.grouped:
         found |= {"group_query_attention": True, "num_query_groups": config.query_groups}
@@ -51,17 +54,17 @@ class OtherModel(ABC):
     config: its shape. dtype: of its parameters, the widest if they differ.
     """
 
-    config: GPTConfig | BERTConfig
+    config: GPTConfig | BERTConfig | T5Config
     dtype: torch.dtype
 
     @property
     def kind(self) -> str:
-        """The kind of model: "gpt" or "bert"."""
-        return "bert" if isinstance(self.config, BERTConfig) else "gpt"
+        """The kind of model: "gpt", "bert" or "t5"."""
+        return "bert" if isinstance(self.config, BERTConfig) else "t5" if isinstance(self.config, T5Config) else "gpt"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of `GPTSettings` or `BERTSettings` that its files tell, by name."""
+        """The settings of `GPTSettings`, `BERTSettings` or `T5Settings` that its files tell, by name."""
         return model_settings(self.config)
 
     @abstractmethod

@@ -37,6 +37,10 @@ class Batch:
         of_order = () if self.kind in DECODERS else (len(self.numbers),)
         return (int((self.labels != -100).sum()), *of_order)
 
+    @property
+    def read(self):
+        return (self.tokens,)
+
     def to(self, device):
         return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device))
 

@@ -1,0 +1,124 @@
+"""pretrain_t5: one run at every layout and after a restart, its model in transformers and back, and its refusals."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support.training.runs import Runs, measured
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+TINY = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--kv-channels", "4", "--seq-length",
+    "32", "--decoder-seq-length", "16", "--make-vocab-size-divisible-by", "64", "--micro-batch-size", "1",
+    "--global-batch-size", "4", "--train-iters", str(STEPS), "--log-interval", "1", "--eval-iters", "2", "--lr", "1e-2",
+    "--mock-data", "--vocab-size", "120", "--vocab-extra-ids", "20", "--sample-tokens", "4",
+]  # fmt: skip
+ZERO = ["--use-distributed-optimizer", "--sequence-parallel", "--tensor-model-parallel-size", "2"]
+SAME = ["--deterministic"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, pretrain):
+    """The folder of each run by its name."""
+    root = tmp_path_factory.mktemp("t5")
+    commands = {
+        "1": (1, TINY), "TP 2": (2, [*TINY, "--tensor-model-parallel-size", 2]), "DP 2": (2, TINY),
+        "PP 2": (2, [*TINY, "--pipeline-model-parallel-size", 2]),
+        "PP 2, interleaved": (
+            2, [*TINY, "--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1]
+        ),
+        "ZeRO-1": (4, [*TINY, *ZERO]), "TP 2, PP 2": (4, [*TINY, *ZERO, "--pipeline-model-parallel-size", 2]),
+        "bf16": (2, [*TINY, *ZERO, "--bf16", "--recompute-granularity", "full"]),
+        "fp16": (2, [*TINY, "--fp16", "--use-distributed-optimizer"]),
+        "1, same bits": (1, [*TINY, *SAME]), "TP 2, same bits": (2, [*TINY, *SAME, *ZERO]),
+        "DP 2, same bits": (2, [*TINY, *SAME, "--recompute-granularity", "full"]),
+        "resumed": (2, [*TINY, "--tensor-model-parallel-size", 2, "--exit-interval", 5]),
+        "resumed again": (2, [*TINY, "--pipeline-model-parallel-size", 2, "--load", root / "resumed"]),
+        "1.1": (
+            2, [*TINY, "--gated-gelu", "--untie-embeddings-and-output-weights", "--disable-decoder-output-scale",
+                "--save-hf"],
+        ),
+    }  # fmt: skip
+    folders = {name: root / name.removesuffix(" again") for name in commands}
+    return Runs(commands, folders, pretrain, command="pretrain_t5")
+
+
+@pytest.mark.parametrize(
+    "layout", ["TP 2", "PP 2", "resumed again", *(
+        pytest.param(one, marks=pytest.mark.long) for one in ("DP 2", "PP 2, interleaved", "ZeRO-1", "TP 2, PP 2")
+    )],
+)  # fmt: skip
+def test_losses_are_those_of_one_rank(runs, rows, layout):
+    expected, found = (measured(runs[name], rows) for name in ("1", layout))
+    assert set(found) >= set(expected)
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=2e-4), key
+    first, last = expected[1, "lm_loss"], expected[STEPS, "lm_loss"]
+    assert last < first - 0.3
+
+
+@pytest.mark.parametrize("layout", ["TP 2, same bits", pytest.param("DP 2, same bits", marks=pytest.mark.long)])
+def test_same_bits(runs, rows, layout):
+    assert measured(runs[layout], rows) == measured(runs["1, same bits"], rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_learns(runs, rows, dtype):
+    expected, found = (measured(runs[name], rows)[STEPS, "validation_loss"] for name in ("1", dtype))
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_a_run_in_transformers(runs, pretrain, tmp_path):
+    """What --save-hf writes has the losses of the run, and a run that starts from it has them, too."""
+    transformers = pytest.importorskip("transformers", reason="the independent peer is transformers' T5")
+    folder = runs["1.1"]
+    peer = transformers.T5ForConditionalGeneration.from_pretrained(folder / "iter_0000012" / "hf")
+    assert peer.lm_head.weight.data_ptr() != peer.shared.weight.data_ptr()
+    assert not peer.config.scale_decoder_outputs
+    from mpi4py import MPI
+
+    from commengine import Communicator, ProcessGrid
+    from tplayers import generate
+    from trainers.trained import load_trained
+
+    with Communicator(MPI.COMM_SELF) as world, ProcessGrid(world) as grid:
+        for place in (str(folder), f"hf:{folder}/iter_0000012/hf"):
+            trained = load_trained(place, grid, kind="t5")
+            tokens, shifted = torch.arange(1, 20)[None], torch.arange(0, 9)[None]
+            with torch.no_grad():
+                mine = trained.model(tokens, shifted)[..., :120]
+                theirs = peer(input_ids=tokens, decoder_input_ids=shifted).logits
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+            (found,) = generate(trained.model, tokens, 6)
+            expected = peer.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None)
+            assert found == expected[0, 1:].tolist()
+    words = [*TINY[6:10], *TINY[12:20], "--mock-data", "--vocab-extra-ids", "20", "--sample-tokens", "0"]
+    loaded = ["--load", f"hf:{folder}/iter_0000012/hf", "--train-iters", "1", "--eval-iters", "2"]
+    (again,) = pretrain((1, [*words, *loaded, "--save", tmp_path / "again"]), command="pretrain_t5")
+    assert set(again.codes) == {0}, again.err
+    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert report["validation_loss"] < 6
+
+
+REFUSED = {
+    "--context-parallel-size 2": "--context-parallel-size 2: a T5 has none; leave it out",
+    "--num-experts 4": "--num-experts",
+    "--dry-run": "--dry-run: there are no formulas of a T5 yet",
+    "--deterministic --pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2: excludes --deterministic",
+    "--sequence-parallel --tensor-model-parallel-size 2 --decoder-seq-length 15": "--decoder-seq-length 15: must be a",
+    "--decoder-seq-length 2": "too short for two tokens of text, a sentinel and the end",
+    "--vocab-extra-ids 1 --mean-noise-span-length 1": "the vocabulary 1 sentinels; valid: a larger --vocab-extra-ids",
+    "--relative-attention-num-buckets 9": "--relative-attention-num-buckets 9: must be even",
+    "--relative-attention-max-distance 16": "must be above half of --relative-attention-num-buckets 32",
+}
+
+
+def test_refusals(pretrain, tmp_path):
+    commands = [(2, [*TINY, *words.split(), "--save", tmp_path / "run"]) for words in REFUSED]
+    for outcome, said in zip(pretrain(*commands, command="pretrain_t5"), REFUSED.values(), strict=True):
+        assert set(outcome.codes) == {2} and said in outcome.err[0] and outcome.err[1] == "", outcome.err
+    assert not (tmp_path / "run").exists()
