@@ -122,3 +122,29 @@ def test_refusals(pretrain, tmp_path):
     for outcome, said in zip(pretrain(*commands, command="pretrain_t5"), REFUSED.values(), strict=True):
         assert set(outcome.codes) == {2} and said in outcome.err[0] and outcome.err[1] == "", outcome.err
     assert not (tmp_path / "run").exists()
+
+
+def test_accuracy_and_exact_match():
+    """Against the tokens that greedy decoding writes."""
+    from mpi4py import MPI
+
+    from commengine import Communicator
+    from tplayers import T5, T5Config, generate, initialize
+    from trainers.tasks.t5 import RightSpans, SpanMicrobatch
+
+    config = T5Config(1, 16, 2, 12, kv_channels=8, hidden_dropout=0.0, attention_dropout=0.0)
+    with Communicator(MPI.COMM_SELF) as comm:
+        model = T5(config, comm)
+        initialize(model, 1)
+        model.eval()
+        tokens = torch.randint(2, 12, (6, 5), generator=torch.Generator().manual_seed(1))
+        labels = torch.tensor(generate(model, tokens, 4))  # what it writes is right, but for what follows
+        labels[1, 3] = (labels[1, 3] + 1) % 12
+        labels[4, 0] = (labels[4, 0] + 1) % 12
+        labels[2:4, 3] = -100
+        shifted = torch.nn.functional.pad(labels[:, :-1], (1, 0)).clamp(min=0)
+        batch = SpanMicrobatch(tokens, None, shifted, labels, tuple(range(6)), 12)
+        with torch.no_grad():
+            right, whole = RightSpans()(model, batch, None)
+    assert right.sum(1).tolist()[:4] == [4, 3, 3, 3] and right[4, 0] == 0 and right[5].sum() == 4
+    assert whole.sum(1).tolist() == [4, 0, 3, 3, 0, 4]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from commengine import Communicator, ProcessGrid, Stream, UsageError
 from commengine.options.declared import given, require
-from tplayers import T5, ModelPart, Randomness, T5Config, generate
+from tplayers import T5, ModelPart, Randomness, T5Config, generate, vocab_parallel_argmax
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.blend import blend_of
 from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import IGNORED, NoSamplesError, TextSamples, TokenSamples, ZipfSamples
 from trainers.data.spans import SpanRules, SpanSample, SpanSamples
-from trainers.run.evaluation import Mean
+from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.task import Remarks
 from trainers.settings.commands import T5Settings
 
@@ -131,13 +131,18 @@ class T5Task(TransformerTask[T5Settings]):
         """The input of a held-out sample, and what the model writes for it."""
         config, corpus, model = self.config, self.corpus, self.trainer.model
         assert isinstance(model, T5)
+        measures = {}
+        if evaluated is not None:
+            grid, schedule = self.trainer.grid, self.trainer.schedule
+            shares = evaluate_sources(model, RightSpans(), self.held_out, grid, schedule=schedule).means
+            measures = {f"validation_{name}": mean.loss for name, mean in shares.items()}
         if self.trainer.grid.pipeline.size > 1:  # `generate` has no T5 in stages
-            return Remarks()
+            return Remarks(measures=measures)
         source = self.evaluated[0].held_out if self.evaluated else corpus.sources[0].training
         sample: SpanSample = source[0]
         prompt = [int(token) for token in sample.tokens[: sample.length]]
         (written,) = generate(model, [prompt], config.sample_tokens, stop_tokens=[self.rules().end], warn=False)
-        return Remarks(None, corpus.decode(prompt), corpus.decode(written))
+        return Remarks(None, corpus.decode(prompt), corpus.decode(written), measures)
 
 
 @dataclass(frozen=True)
@@ -190,3 +195,23 @@ class SpanTokens:
     def __call__(self, model: T5, batch: SpanMicrobatch, randomness: Randomness | None) -> tuple[Tensor]:
         losses = model(batch.tokens, batch.decoder_tokens, batch.labels, padding=batch.padding, randomness=randomness)
         return (losses,)
+
+
+class RightSpans:
+    """Not to be minimized: 1 for each token that the model's best guess names, and for each sample without an error.
+
+    The model writes a sample's labels by greedy decoding if and only if its best guess after each of them is the next
+    one, so no text is generated. Every sample has equally many labels, so the second share, too, is one of labels.
+    """
+
+    names = ("token_accuracy", "exact_match")
+    unit = "share"
+
+    def __call__(self, model: T5, batch: SpanMicrobatch, randomness: Randomness | None) -> tuple[Tensor, Tensor]:
+        del randomness
+        logits = model(batch.tokens, batch.decoder_tokens, padding=batch.padding)
+        best = vocab_parallel_argmax(logits, model.comm, model.config.vocab_size)
+        counted = batch.labels != IGNORED
+        right = (best == batch.labels) & counted
+        whole = (right == counted).all(dim=1, keepdim=True) & counted
+        return right.float(), whole.float()
