@@ -5,7 +5,6 @@ The names that are imported here as themselves are public.
 
 from .attention.cross_attention import CrossAttention as CrossAttention
 from .attention.key_value_cache import KeyValueCache as KeyValueCache
-from .attention.relative_bias import RelativeBias as RelativeBias
 from .attention.rotary import RopeScaling as RopeScaling
 from .attention.self_attention import DropoutMask as DropoutMask
 from .attention.self_attention import SelfAttention as SelfAttention
@@ -62,6 +61,7 @@ from .models.gpt import GPT as GPT
 from .models.gpt import GPTConfig as GPTConfig
 from .models.part import ModelPart as ModelPart
 from .models.part import StageInput as StageInput
+from .models.relative_bias import RelativeBias as RelativeBias
 from .models.t5 import T5 as T5
 from .models.t5 import T5Block as T5Block
 from .models.t5 import T5Config as T5Config

@@ -13,7 +13,6 @@ from commengine import Communicator, Stream
 from tplayers.attention.cross_attention import CrossAttention
 from tplayers.attention.head_split import HeadSplit
 from tplayers.attention.key_value_cache import KeyValueCache, LayerCache
-from tplayers.attention.relative_bias import RelativeBias
 from tplayers.attention.rotary import Rotation
 from tplayers.attention.self_attention import SelfAttention, padding_bias
 from tplayers.checks import require_within
@@ -26,6 +25,7 @@ from tplayers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelL
 from tplayers.mlp import GELUS, MLP, SwiGLU
 from tplayers.models.bert import BERTEncoder, MaskedTokenHead
 from tplayers.models.part import StageInput
+from tplayers.models.relative_bias import RelativeBias
 from tplayers.models.transformer import Transformer
 from tplayers.norm import LayerNorm, RMSNorm
 from tplayers.placement import without_partial_gradients

@@ -13,7 +13,6 @@ from commengine import Communicator
 from commengine.operations.checks import INT_MAX
 from tplayers.attention.cross_attention import CrossAttention
 from tplayers.attention.key_value_cache import LayerCache
-from tplayers.attention.relative_bias import RelativeBias
 from tplayers.attention.self_attention import padding_bias, real_tokens
 from tplayers.formulas import TransformerShape
 from tplayers.mlp import Gelu
@@ -25,6 +24,7 @@ from tplayers.rng import Randomness
 from .block import TransformerBlock
 from .config import PositionEmbedding, TransformerConfig
 from .part import StageInput
+from .relative_bias import RelativeBias
 from .transformer import Transformer
 
 #: the fields of `TransformerConfig` in which a T5 has no choice

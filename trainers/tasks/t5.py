@@ -19,11 +19,11 @@ from trainers.data.blend import blend_of
 from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import IGNORED, NoSamplesError, TextSamples, TokenSamples, ZipfSamples
-from trainers.data.spans import SpanRules, SpanSample, SpanSamples
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.task import Remarks
 from trainers.settings.commands import T5Settings
 
+from .spans import SpanRules, SpanSample, SpanSamples
 from .transformer import TransformerTask, shape_of
 
 #: the first sentinel of T5's own vocabularies

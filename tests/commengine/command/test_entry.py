@@ -60,8 +60,8 @@ def test_the_list_has_all_commands_in_their_groups(words, capsys):
 
 def test_commands_of_two_words_are_listed_by_the_first(capsys):
     assert run(["train", "--help"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.split()[:3] == ["commengine", "train", "gpt"] and second.split()[:3] == ["commengine", "train", "bert"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [["commengine", "train", kind] for kind in ("gpt", "bert", "t5")]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_commands_of_two_words_are_listed_by_the_first(capsys):
         ("gpt", "gpt: there is no such command (is train gpt meant?)"),
         ("tain gpt", "tain: there is no such command (is train meant?)"),
         ("--hepl", "--hepl: there is no such command (is --help meant?)"),
-        ("train", "train: a second word is missing; valid: train gpt, train bert"),
+        ("train", "train: a second word is missing; valid: train gpt, train bert, train t5"),
         ("train bertt", "train bertt: there is no such command (is train bert meant?)"),
-        ("train --bf16", "train: a second word is missing; valid: train gpt, train bert"),
+        ("train --bf16", "train: a second word is missing; valid: train gpt, train bert, train t5"),
         ("train nothing", "train nothing: there is no such command; commengine train --help lists all"),
         ("xyzzy", "xyzzy: there is no such command; commengine lists all"),
         ("a\nb", "a b: there is no such command; commengine lists all"),
@@ -209,7 +209,7 @@ def test_a_reader_that_goes_away_is_no_error():
     ("line", "offered"),
     [
         ("commengine co", {"collectives", "compare", "conformance", "contest", "convert"}),
-        ("commengine train ", {"gpt", "bert", "-h", "--help"}),
+        ("commengine train ", {"gpt", "bert", "t5", "-h", "--help"}),
         ("commengine train gpt --tensor-", {"--tensor-model-parallel-size"}),
         ("commengine generate --dtype b", {"bfloat16"}),
         ("commengine collectives --operations all_r", {"all_reduce"}),

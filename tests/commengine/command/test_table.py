@@ -31,7 +31,7 @@ def test_every_command_of_a_package_is_listed_once():
 
 def test_words_have_dashes_and_lines_fit_a_wide_terminal():
     for words, one in COMMANDS.items():
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)*( [a-z]+)?", words) and words == one.words
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*( [a-z0-9]+)?", words) and words == one.words
         assert len(one.line) <= 100 and one.line == one.line.strip() and not one.line.endswith(".")
 
 

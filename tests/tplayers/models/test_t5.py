@@ -20,7 +20,7 @@ from tplayers import (
     sum_partial_gradients,
     use_canonical_shards,
 )
-from tplayers.attention.relative_bias import relative_buckets
+from tplayers.models.relative_bias import relative_buckets
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 

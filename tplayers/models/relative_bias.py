@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from commengine import Communicator
+from tplayers.attention.head_split import HeadSplit
 from tplayers.embedding import looked_up
 from tplayers.placement import Normal, Placement, add_parameter
-
-from .head_split import HeadSplit
 
 
 class RelativeBias(nn.Module):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .samples import IGNORED, SPANS, Counts, Sample, Text, TextSamples, philox
+from trainers.data.samples import IGNORED, SPANS, Counts, Sample, Text, TextSamples, philox
 
 Lengths = npt.NDArray[np.int64]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainers.data.samples import IGNORED, ZipfSamples
-from trainers.data.spans import SpanRules, SpanSamples
+from trainers.tasks.spans import SpanRules, SpanSamples
 
 #: the first sentinel, far above the tokens of the text; the end; what fills up
 SENTINEL, END, FILL = 999, 1, 0
