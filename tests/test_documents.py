@@ -624,7 +624,7 @@ def test_the_site_has_tables_of_the_flags_of_training() -> None:
     flags = runpy.run_path(str(ROOT / "docs" / "flags.py"))
     page = (ROOT / "docs" / "reference" / "trainers.md").read_text()
     marked = flags["MARK"].findall(page)
-    assert marked == ["trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.finetune"]
+    assert marked == ["trainers.pretrain_gpt", "trainers.pretrain_bert", "trainers.pretrain_t5", "trainers.finetune"]
     shown = flags["with_flags"](page)
     assert "<!-- flags" not in shown and "| `--train-iters` | `1000` | steps of the run |" in shown
     for module in marked:

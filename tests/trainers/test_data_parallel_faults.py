@@ -241,7 +241,8 @@ def drawn_orders(rng, net):
             torch.autograd.grad(net(torch.ones(1, 2, 3, 2, 6, dtype=torch.float64)).sum(), list(net.parameters()))
             return
         except RuntimeError as error:  # of its slow_conv2d, for one order in 50
-            assert "must be contiguous" in str(error)
+            if "must be contiguous" not in str(error):
+                raise
 
 
 KINDS = {

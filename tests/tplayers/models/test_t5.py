@@ -97,9 +97,14 @@ def of_theirs(peer, config, masked):
     return logits.detach(), losses.detach(), from_hugging_face(gradients, config)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"sequence_parallel": True}, {"recompute": "full"}, {"recompute": "selective"}]
+    "changes",
+    [
+        {},
+        {"sequence_parallel": True, "recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sizes(1, 2, 4)
@@ -203,7 +208,7 @@ def in_trees(mpi_world):
 
 @pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True, "recompute": "full", "attention_dropout": 0.1}])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 def test_canonical_shards_have_the_same_bits_on_all_sizes(in_trees, kind, changes, dtype):
     config = ours(kind, num_attention_heads=4, make_vocab_size_divisible_by=32, **changes)
     tokens, shifted, labels, masks, _ = batch(True)
