@@ -48,7 +48,8 @@ def runs(tmp_path_factory, pretrain):
 
 @pytest.mark.parametrize(
     "layout", ["PP 2", *(
-        pytest.param(one, marks=pytest.mark.long) for one in ("TP 2", "resumed again", "DP 2", "PP 2, interleaved", "ZeRO-1", "TP 2, PP 2")
+        pytest.param(one, marks=pytest.mark.long)
+        for one in ("TP 2", "resumed again", "DP 2", "PP 2, interleaved", "ZeRO-1", "TP 2, PP 2")
     )],
 )  # fmt: skip
 def test_losses_are_those_of_one_rank(runs, rows, layout):
