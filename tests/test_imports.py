@@ -44,7 +44,7 @@ ROOMS = {
         {"host_copy", "checks", "adjoint_pair", "recompute", "dropout_kernel"},
         {"functions"},
         {"rng", "regions", "movement", "bridge"},  # bridge: to another program of the job
-        {"placement", "cross_entropy"},
+        {"placement", "cross_entropy", "distillation"},  # the losses of split logits
         {"linear", "norm", "context"},  # context: split along the sequence
         {"embedding", "attention", "mlp", "fields"},  # fields: split in space
         {"sharding"},  # a torch module becomes layers of fields
@@ -68,6 +68,7 @@ ROOMS = {
         {"comparison"},  # of two runs, bit by bit
         {"tasks"},  # a model with its objective and its batches, such as GPT
         {"trained"},  # the model of a run, from its checkpoint
+        {"distillation"},  # a small model learns from a large one
         {"finetuning"},  # the tasks of section 5.3: files, samples, measures, predictions
         {"scoring"},  # log-likelihoods of text, and what follows from them
         {"supervision"},  # starting a command again; it reads the command's settings and its folder

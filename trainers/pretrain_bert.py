@@ -16,8 +16,8 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 from commengine import Communicator, launch
 
+from .distillation.objective import distilled_bert
 from .run.startup import run_command
-from .tasks.bert import BERTTask
 from .tasks.commands import PRETRAIN_BERT
 from .tasks.dry_run import dry_run
 
@@ -26,7 +26,7 @@ COMMAND = PRETRAIN_BERT
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, COMMAND, BERTTask.started, dry_run)
+    return run_command(world, COMMAND, distilled_bert, dry_run)
 
 
 if __name__ == "__main__":

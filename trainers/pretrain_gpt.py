@@ -16,17 +16,17 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 from commengine import Communicator, launch
 
+from .distillation.objective import distilled_gpt
 from .run.startup import run_command
 from .tasks.commands import PRETRAIN_GPT
 from .tasks.dry_run import dry_run
-from .tasks.gpt import GPTTask
 
 COMMAND = PRETRAIN_GPT
 
 
 def main(world: Communicator) -> int:
     """One rank of the run, collective over ``world``: the exit status (`trainers.run.loop.train`)."""
-    return run_command(world, COMMAND, GPTTask.started, dry_run)
+    return run_command(world, COMMAND, distilled_gpt, dry_run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vocab_parallel_cross_entropy against torch's on the whole logits, and where that would overflow."""
+"""The losses of vocabulary-parallel logits against torch's on the whole ones, and where these would overflow."""
 
 import pytest
 import torch
@@ -229,3 +229,64 @@ def test_overwritten_logits_that_something_saved_are_noticed(group):
     losses = tplayers.vocab_parallel_cross_entropy(own, target, group.comm, overwrite=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
+
+
+# The loss of a teacher -----------------------------------------------------------------------------------------------
+
+
+def drawn_logits(seed, vocab, scale=3.0):
+    return scale * torch.randn(5, 3, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 7.0])
+@pytest.mark.parametrize("vocab", [16, 13, 3])
+def test_distillation_is_torchs(group, temperature, vocab):
+    """Whose mean of a batch is that over the rows. With 3 of 16 columns a rank has padding alone."""
+    student, teacher = drawn_logits(1, 16).requires_grad_(), drawn_logits(2, 16)
+    rows = [one[..., :vocab].reshape(-1, vocab) / temperature for one in (student, teacher)]
+    truth = F.kl_div(F.log_softmax(rows[0], -1), F.softmax(rows[1], -1), reduction="batchmean") * temperature**2
+    (expected,) = torch.autograd.grad(truth, student)
+    mine = group.mine(student.detach()).requires_grad_()
+    losses = tplayers.vocab_parallel_distillation_loss(
+        mine, group.mine(teacher), group.comm, temperature=temperature, vocab_size=vocab
+    )
+    assert losses.shape == (5, 3) and bool((losses >= -1e-12).all())
+    torch.testing.assert_close(group.same(losses).mean(), truth.detach(), rtol=1e-10, atol=1e-12)
+    losses.mean().backward()
+    torch.testing.assert_close(group.joined(mine.grad), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_distillation_of_equal_models_and_large_logits(group):
+    """The loss is 0, and its gradient, where both are equal; no power overflows."""
+    one = drawn_logits(3, 16, scale=1e4).requires_grad_()
+    mine = group.mine(one.detach()).requires_grad_()
+    losses = tplayers.vocab_parallel_distillation_loss(mine, mine, group.comm, temperature=2.0)
+    assert not losses.any()
+    losses.sum().backward()
+    assert not mine.grad.any()
+    other = tplayers.vocab_parallel_distillation_loss(mine, group.mine(drawn_logits(4, 16, scale=1e4)), group.comm)
+    assert bool(other.isfinite().all()) and bool((other > 100).any())
+
+
+def test_distillation_in_half_precision_is_computed_in_float32(group):
+    student, teacher = (group.mine(drawn_logits(seed, 16)) for seed in (1, 2))
+    expected = tplayers.vocab_parallel_distillation_loss(
+        student.bfloat16().double(), teacher, group.comm, temperature=2.0
+    )
+    half = student.bfloat16().requires_grad_()
+    found = tplayers.vocab_parallel_distillation_loss(half, teacher, group.comm, temperature=2.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.detach().double(), expected, rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+    assert half.grad.dtype == torch.bfloat16
+
+
+def test_bad_input_of_distillation(group):
+    x = torch.zeros(2, 4)
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature="):
+            tplayers.vocab_parallel_distillation_loss(x, x, group.comm, temperature=temperature)
+    with pytest.raises(ValueError, match="differ in shape"):
+        tplayers.vocab_parallel_distillation_loss(x, x[:1], group.comm)
+    with pytest.raises(ValueError, match="is not within the"):
+        tplayers.vocab_parallel_distillation_loss(x, x, group.comm, vocab_size=4 * group.size + 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from .data import CorpusOptions
+from .distillation import DistillationOptions
 from .job import JobOptions
 from .layout import ComputationOptions, ContextOptions, StageOptions
 from .model import (
@@ -35,7 +36,8 @@ class TrainSettings(
 
 @dataclass(frozen=True)
 class GPTSettings(
-    DecoderOptions, TransformerOptions, SameBitsOptions, ContextOptions, StageOptions, LayerOptions, CorpusOptions,
+    DistillationOptions, DecoderOptions, TransformerOptions, SameBitsOptions, ContextOptions, StageOptions,
+    LayerOptions, CorpusOptions,
     MixtureOptions, TrainSettings,
 ):  # fmt: skip
     """The settings of `trainers.pretrain_gpt`."""
@@ -46,7 +48,8 @@ class GPTSettings(
 
 @dataclass(frozen=True)
 class BERTSettings(
-    EncoderOptions, TransformerOptions, SameBitsOptions, ContextOptions, StageOptions, LayerOptions, CorpusOptions,
+    DistillationOptions, EncoderOptions, TransformerOptions, SameBitsOptions, ContextOptions, StageOptions,
+    LayerOptions, CorpusOptions,
     TrainSettings,
 ):  # fmt: skip
     """The settings of `trainers.pretrain_bert`."""

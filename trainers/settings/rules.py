@@ -144,6 +144,32 @@ def _corpus(s: Any, _: int) -> Faults:
         yield s.data_path is None, needed
 
 
+def _distillation(s: Any, ranks: int) -> Faults:
+    if s.teacher is None:
+        for name in ("distill_alpha", "distill_temperature", "teacher_tensor_model_parallel_size", "student_layers"):
+            default = next(item.default for item in fields(s) if item.name == name)
+            yield getattr(s, name) != default, f"{given(s, name)}: needs --teacher"
+        return
+    excluded = {"context_parallel_size": 1, "compile": False, "deterministic": False, "num_experts": None}
+    for name, default in excluded.items():
+        if (value := getattr(s, name, default)) != default:
+            said = flag_of(name) if value is True else given(s, name)
+            yield True, f"{said}: excludes --teacher; leave one of them out"
+    own, size = s.tensor_model_parallel_size, s.teacher_tensor_model_parallel_size or s.tensor_model_parallel_size
+    replicas, named = ranks // derived.replica_size(s), given(s, "teacher_tensor_model_parallel_size")
+    fits = [n for n in range(1, own * replicas + 1) if own % n == 0 or (n % own == 0 and replicas % (n // own) == 0)]
+    yield (
+        size not in fits,
+        f"{named}: must divide {given(s, 'tensor_model_parallel_size')}, or be a multiple of it that "
+        f"the ranks of a stage have; {', '.join(map(str, fits))} would do",
+    )
+    layers = given(s, "student_layers")
+    yield (
+        s.student_layers and (size != own or s.pipeline_model_parallel_size > 1),
+        f"{layers}: needs a teacher with the same tensor-parallel size, and one pipeline stage",
+    )
+
+
 def _t5(s: Any, _: int) -> Faults:
     yield s.context_parallel_size != 1, f"{given(s, 'context_parallel_size')}: a T5 has none; leave it out"
     yield s.dry_run, "--dry-run: there are no formulas of a T5 yet; leave it out"
@@ -311,6 +337,7 @@ RULES = (
         s.vocab_file is not None and s.tokenizer_model is not None,
         "--vocab-file and --tokenizer-model: both name the vocabulary; leave one of them out")),
     Rule("decoder_seq_length", first(_t5)),
+    Rule("teacher", first(_distillation)),
     Rule("deterministic one_sentence_documents", lambda s, _: (
         s.deterministic and s.sequence_parallel and s.context_parallel_size > 1 and s.tensor_model_parallel_size > 1,
         "--sequence-parallel: excludes --deterministic with --context-parallel-size for a BERT: its heads see whole "

@@ -48,6 +48,8 @@ class TransformerTask(ExportedTask, Generic[Settings]):
     kind: ClassVar[str]
     settings: ClassVar[type[Any]]
     corpus: Corpus
+    #: what an evaluation averages, if that is not what the run minimizes
+    plain: Objective[Any] | None = None
     #: the held-out part of each source that is evaluated
     evaluated: list[HeldOutPart]
 
@@ -67,6 +69,10 @@ class TransformerTask(ExportedTask, Generic[Settings]):
             batches = task.new_batches(part.held_out, task.trainer.grid.data, f"--data-path {part.name}", "held-out ")
             task.held_out.append(HeldOut(part.name, part.weight, batches, part.iterations))
         return task
+
+    def evaluation_objective(self) -> Objective[Any]:
+        """See `TrainingTask.evaluation_objective`: the loss of the text, with a teacher, too."""
+        return self.plain or self.trainer.objective
 
     # The settings
 

@@ -254,7 +254,8 @@ class Trainer:
         return sum(math.prod(placement.shape) for placement in whole_placements(self.model).values())
 
     def close(self) -> None:
-        """Free the hooks and the grid."""
+        """Free the hooks, what the objective has, and the grid."""
+        getattr(self.objective, "close", lambda: None)()
         self.gradients.remove()
         if self.tied is not None:
             self.tied.close()
