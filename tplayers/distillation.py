@@ -24,7 +24,7 @@ def vocab_parallel_distillation_loss(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Per-token T^2 KL(teacher || student) of both models' softmax(logits / T), in nats, equal on all ranks of ``comm``.
+    """Per-token T^2 KL(teacher || student) of both softmax(logits / T), in nats, equal on all ranks of ``comm``.
 
     The factor T^2 makes the gradient as large as that of a cross-entropy at any temperature T (Hinton et al. 2015,
     section 2). The teacher gets no gradient.

@@ -161,8 +161,20 @@ T5S: dict[str, dict[str, Any]] = {
     name: _T5 | (_OF_1_1 if "1.1" in name else {}) | dict(zip(_T5_SIZES, sizes, strict=True))
     for name, sizes in _T5_TABLE.items()
 }
+#: the layers of a teacher of 12 from which the published students start
+_OF_TWELVE = {"num_layers": 6, "hidden_size": 768, "num_attention_heads": 12, "student_layers": "0,2,4,7,9,11"}
+#: students of BERT-base and of GPT-2 (Sanh et al. 2019) by the training command: their shapes, with --teacher
+STUDENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bert": {"distilbert": _OF_TWELVE | {
+        "norm_placement": "post", "bert_no_binary_head": True, "bert_no_token_types": True, "norm_epsilon": 1e-12,
+        "vocab_size": 30522, "max_position_embeddings": 512, "distill_temperature": 2.0,
+    }},
+    "gpt": {"distilgpt2": _OF_TWELVE | {
+        "vocab_size": 50257, "max_position_embeddings": 1024, "distill_temperature": 2.0,
+    }},
+}  # fmt: skip
 #: the presets that set the shape alone, by the training command
-SHAPES = {"gpt": MIXTURES, "t5": T5S}
+SHAPES = {"gpt": MIXTURES | STUDENTS["gpt"], "bert": STUDENTS["bert"], "t5": T5S}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trainers.finetuning.settings import FinetuneSettings
 from trainers.presets import PRESETS
 from trainers.settings.commands import BERTSettings, GPTSettings
 from trainers.settings.rules import require_valid
-from trainers.tasks.commands import PRETRAIN_BERT, PRETRAIN_GPT, PRETRAIN_T5
+from trainers.tasks.commands import PRETRAIN, PRETRAIN_BERT, PRETRAIN_GPT, PRETRAIN_T5
 from trainers.tasks.kinds import task_of
 
 #: Tables 1, 2 and 4: layers, hidden size, heads, parameters as published, billions of them
@@ -326,3 +326,16 @@ def test_a_t5_has_the_published_counts(name):
         assert {name: one.numel() for name, one in model.named_parameters()} == sizes
     with pytest.raises(UsageError, match=f"--preset {name}: is a model of pretrain_t5; valid here: bert-336m"):
         PRETRAIN_BERT.parse(["--preset", name])
+
+
+@pytest.mark.parametrize("name, kind, count", [("distilbert", "bert", 66_362_880), ("distilgpt2", "gpt", 81_912_576)])
+def test_a_student_has_the_published_count_and_layers(name, kind, count):
+    """DistilBERT's count is that without the head of masked tokens. Six layers of twelve, not strictly alternate."""
+    config = PRETRAIN[kind].parse(["--preset", name, "--mock-data", "--make-vocab-size-divisible-by", "1"])
+    assert config.student_layers == "0,2,4,7,9,11"
+    with torch.device("meta"):
+        model = {"bert": BERT, "gpt": GPT}[kind](task_of(config).model(), SimpleNamespace(size=1, rank=0))
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    assert sum(size for name, size in sizes.items() if not name.startswith("mlm_head")) == count
+    with pytest.raises(UsageError, match="--student-layers 0,2,4,7,9,11: needs --teacher"):
+        require_valid(config, 1)

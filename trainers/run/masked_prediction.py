@@ -30,7 +30,7 @@ class RightPredictions:
 
 
 def predict(
-    model: BERT, tokens: Tensor, token_types: Tensor, padding: Tensor, positions: Tensor
+    model: BERT, tokens: Tensor, token_types: Tensor | None, padding: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The most likely token at each of ``positions``, int64 [b, K], and the most likely order, int64 [b].
 

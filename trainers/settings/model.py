@@ -165,6 +165,7 @@ class EncoderOptions:
     bert_no_binary_head: bool = option(
         False, "train on masked tokens alone: samples of one part, and no sentence order", fixed=True
     )
+    bert_no_token_types: bool = option(False, "no embedding of the parts of a sample, as DistilBERT", fixed=True)
     one_sentence_documents: str = option(
         "mlm", "documents of one sentence: train on their masked tokens without sentence order, or skip them",
         choices=("mlm", "skip"), fixed=True,

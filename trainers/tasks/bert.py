@@ -66,7 +66,8 @@ class BERTTask(TransformerTask[BERTSettings]):
 
     def model(self) -> BERTConfig:
         """The model's shape."""
-        return BERTConfig(**shape_of(self.config, BERTConfig), binary_head=self.binary_head)
+        types: dict[str, Any] = {"num_tokentypes": 0} if self.config.bert_no_token_types else {}
+        return BERTConfig(**shape_of(self.config, BERTConfig), binary_head=self.binary_head, **types)
 
     @property
     def binary_head(self) -> bool:
@@ -87,7 +88,7 @@ class BERTTask(TransformerTask[BERTSettings]):
 
     @property
     def batches(self) -> Callable[..., MaskedBatches]:
-        return partial(MaskedBatches, binary_head=self.binary_head)
+        return partial(MaskedBatches, binary_head=self.binary_head, types=not self.config.bert_no_token_types)
 
     def wordpieces(self) -> WordPieces:
         """The tokens of the vocabulary by their use. Raises UsageError if [MASK], or one like it, is missing."""
@@ -133,14 +134,17 @@ class BERTTask(TransformerTask[BERTSettings]):
         first: Iterator[MaskedSample] = (samples[n] for n in range(min(len(samples), SHOWN)))
         row = next((sample for sample in first if sample.labels[0] != IGNORED), samples[0])
         arrays = row.tokens, row.types, np.array(row.length), row.positions
-        predicted = self._predicted(model, *(to_device(torch.from_numpy(one)[None], model.device) for one in arrays))
+        tokens, types, *others = (to_device(torch.from_numpy(one)[None], model.device) for one in arrays)
+        predicted = self._predicted(model, tokens, types if model.config.num_tokentypes else None, *others)
         masked = row.labels != IGNORED
         positions = row.positions[masked].tolist()
         guesses = dict(zip(positions, self._words(predicted[0][torch.from_numpy(masked)]), strict=True))
         truth = dict(zip(positions, self._words(row.labels[masked]), strict=True))
         return filled(self._words(row.tokens[: row.length]), guesses, truth)
 
-    def _predicted(self, model: BERT, tokens: Tensor, types: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+    def _predicted(
+        self, model: BERT, tokens: Tensor, types: Tensor | None, lengths: Tensor, positions: Tensor
+    ) -> Tensor:
         """What `predict` finds at ``positions``: int64 [1, K] on all ranks."""
         schedule, found = self.trainer.schedule, torch.zeros_like(positions)
 
@@ -164,13 +168,14 @@ class BERTTask(TransformerTask[BERTSettings]):
 class BERTMicrobatch(TextMicrobatch):
     """A micro-batch of samples of s tokens, of which at most K are masked; see `MaskedSample`.
 
-    tokens, token_types: int64 [b, s]. padding: int64 [b], the real tokens of each sample. labels: int64 [b, K].
+    tokens, token_types: int64 [b, s]; token_types is None for a model without them. padding: int64 [b], the real tokens
+    of each sample. labels: int64 [b, K].
     order_labels: int64 [b], or None without a sentence-order head. positions: int64 [b, K], or None for all s, and then
     K is s. numbers: the global number of each sample. vocab_size: without padding.
     """
 
     tokens: Tensor
-    token_types: Tensor
+    token_types: Tensor | None
     padding: Tensor
     labels: Tensor
     order_labels: Tensor | None
@@ -188,12 +193,15 @@ class BERTMicrobatch(TextMicrobatch):
 class MaskedBatches(GlobalBatches[BERTMicrobatch]):
     """Global batches of `MaskedSample`.
 
-    binary_head: whether the model learns the order of the parts. The other arguments are `GlobalBatches`'s.
+    binary_head: whether the model learns the order of the parts. types: whether it has token types. The other arguments
+    are `GlobalBatches`'s.
     """
 
-    def __init__(self, samples: Samples | SampleStream, *, binary_head: bool, **arguments: Any) -> None:
+    def __init__(
+        self, samples: Samples | SampleStream, *, binary_head: bool, types: bool = True, **arguments: Any
+    ) -> None:
         super().__init__(samples, **arguments)
-        self.binary_head = binary_head
+        self.binary_head, self.types = binary_head, types
 
     def microbatch(self, rows: Sequence[MaskedSample], numbers: range, past_end: Sequence[bool]) -> BERTMicrobatch:
         tokens, types, positions, labels = (
@@ -206,7 +214,7 @@ class MaskedBatches(GlobalBatches[BERTMicrobatch]):
         order[padding] = IGNORED
         lengths = torch.tensor([row.length for row in rows], dtype=torch.int64, device="cpu")
         return BERTMicrobatch(
-            tokens, types, lengths, labels, order if self.binary_head else None,
+            tokens, types if self.types else None, lengths, labels, order if self.binary_head else None,
             positions, tuple(numbers), self.vocab_size,
         )  # fmt: skip
 

@@ -474,6 +474,8 @@ def _bert_keys(config: BERTConfig, head: TaskHead | None) -> dict[str, Any]:
             f"Hugging Face's BERT has one GELU: head_gelu={config.head_gelu!r} must be that of the layers, "
             f"gelu={config.gelu!r}"
         )
+    if config.num_tokentypes != 2:
+        raise ValueError(f"Hugging Face's BERT has two token types, not num_tokentypes={config.num_tokentypes}")
     labels: dict[str, Any] = {}
     if head is not None and head.labels:
         labels["id2label"] = {str(number): word for number, word in enumerate(head.labels)}

@@ -31,7 +31,7 @@ def model_settings(config: GPTConfig | BERTConfig | T5Config) -> dict[str, Any]:
     found = {name: value for name, value in vars(config).items() if name not in _LEFT_OUT}
     found["ffn_hidden_size"] = config.ffn_size
     if isinstance(config, BERTConfig):
-        return found | {"bert_no_binary_head": not config.binary_head}
+        return found | {"bert_no_binary_head": not config.binary_head, "bert_no_token_types": not config.num_tokentypes}
     if isinstance(config, T5Config):
         more = {"gated_gelu": config.swiglu, "disable_decoder_output_scale": not config.scale_decoder_outputs}
         return found | more | {"max_position_embeddings": None}

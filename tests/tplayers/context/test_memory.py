@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tplayers.models.test_activation_memory import kept_bytes
+from tests.tplayers.formulas.test_activation_memory import kept_bytes
 from tplayers import GPT, ContextGroup, GPTConfig, initialize
 from tplayers.context.group import CONTEXT_METHODS
 
