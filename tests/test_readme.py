@@ -112,6 +112,7 @@ def test_commands_of_the_readme_are_valid_and_none_writes_into_make_trains_folde
         "runs/mine",
         "runs/four",
         "runs/blend",
+        "runs/student",
         "runs/large",
         "runs/tuned",
     ]

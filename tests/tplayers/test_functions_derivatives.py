@@ -27,7 +27,7 @@ F64 = torch.float64
 #: what tplayers exports and cannot be differentiated: settings, plans, records, and what returns no derivative
 NO_FUNCTIONS = {
     "ModelPart", "StageInput", "whole_placements", "BERTConfig", "Bridge", "BridgeField", "CanonicalShards", "Constant",
-    "ContextGroup", "ContextMethod", "DropoutMask", "ExpertOptions", "GPTConfig", "Gelu", "KeyValueCache",
+    "ContextGroup", "ContextMethod", "DropoutMask", "T5Config", "ExpertOptions", "GPTConfig", "Gelu", "KeyValueCache",
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
     "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
@@ -132,6 +132,42 @@ def cross_entropy(comm: Communicator) -> Case:
         lambda x: tplayers.vocab_parallel_cross_entropy(1.0 * x, target, comm, overwrite=True),
         [draw(4, VOCAB // comm.size, seed=comm.rank)], parts=True,
     )  # fmt: skip
+
+
+def distillation(comm: Communicator) -> Case:
+    teacher = draw(4, VOCAB // comm.size, seed=10 + comm.rank)
+    return Case(
+        lambda x: tplayers.vocab_parallel_distillation_loss(x, teacher, comm, temperature=2.0),
+        [draw(4, VOCAB // comm.size, seed=comm.rank)], parts=True,
+    )  # fmt: skip
+
+
+def t5(comm: Communicator, **options: Any) -> tplayers.T5:
+    config = tplayers.T5Config(
+        1, H, HEADS, 13, make_vocab_size_divisible_by=16, hidden_dropout=0.1, attention_dropout=0.1,
+        relative_attention_num_buckets=4, relative_attention_max_distance=4, **options,
+    )  # fmt: skip
+    return tplayers.T5(config, comm, dtype=F64)
+
+
+def of_t5(**options: Any) -> Callable[[Communicator], Case]:
+    def case(comm: Communicator) -> Case:
+        model = t5(comm, **options)
+        tokens, shifted, labels = torch.randint(13, (3, B, S), generator=torch.Generator().manual_seed(0))
+        return Case(lambda: model(tokens, shifted, labels, randomness=RANDOMNESS), module=model)
+
+    return case
+
+
+def t5_block(comm: Communicator) -> Case:
+    layer: Any = t5(comm).layers[1]
+    return Case(lambda x, source: layer(x, torch.zeros(1, 1, S, S, dtype=F64), source, None, RANDOMNESS),
+                [draw(*X), draw(*X, seed=1)], layer)  # fmt: skip
+
+
+def relative_bias(comm: Communicator) -> Case:
+    table = t5(comm).encoder_bias
+    return Case(lambda: table(range(2, 5), 6, table.weight), module=table, terms=(0,))
 
 
 def embedding(comm: Communicator) -> Case:
@@ -250,7 +286,16 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
         block(comm, H, HEADS, 16, attention_dropout=0.1, recompute="full", swiglu=True, dtype=F64),
         draw(*X), randomness=RANDOMNESS,
     ),
+    "CrossAttention": lambda comm: of_layer(
+        tplayers.CrossAttention(H, HEADS, comm, attention_dropout=0.1, dtype=F64), draw(*X), draw(*X, seed=1),
+        randomness=RANDOMNESS,
+    ),
+    "RelativeBias": relative_bias,
+    "T5Block": t5_block,
+    "T5": of_t5(),
+    "T5, recomputed": of_t5(recompute="full", swiglu=True, untie_embeddings_and_output_weights=True),
     "VocabParallelEmbedding": embedding,
+    "vocab_parallel_distillation_loss": distillation,
     "vocab_parallel_cross_entropy": cross_entropy,
     "class_cross_entropy": lambda comm: Case(
         lambda x: tplayers.class_cross_entropy(x, torch.tensor([2, -100, 0])), [draw(3, 4)]
@@ -360,7 +405,8 @@ CASES |= {
 }  # fmt: skip
 #: those of which a second derivative is an error that says so
 ONCE = {
-    "SelfAttention, fused", "GPT, canonical", "GPT, a canonical Llama", "BERT, canonical", "start_transfer",
+    "SelfAttention, fused", "vocab_parallel_distillation_loss", "GPT, canonical", "GPT, a canonical Llama",
+    "BERT, canonical", "start_transfer",
 }  # fmt: skip
 STEP = 1e-6
 
@@ -506,8 +552,8 @@ WHOLE = [
     for name in CASES
     if name.split(",")[0] in (
         "LayerNorm", "RMSNorm", "ColumnParallelLinear", "ReplicatedLinear", "MLP", "MoE", "SwiGLU", "SelfAttention",
-        "TransformerBlock", "VocabParallelEmbedding", "GPT", "Transformer", "BERT", "BERTSequenceClassifier",
-        "BERTMultipleChoice", "BERTSpans",
+        "TransformerBlock", "CrossAttention", "T5Block", "T5", "VocabParallelEmbedding", "GPT", "Transformer", "BERT",
+        "BERTSequenceClassifier", "BERTMultipleChoice", "BERTSpans",
     ) and name not in ONCE and "shard" not in name.replace("GPT, of shards", "")
 ]  # fmt: skip
 

@@ -83,7 +83,8 @@ class Transformer(nn.Module):
         self.config = config
         self.part = part = part or ModelPart.whole(config.total_layers)
         if part.layers != config.total_layers:
-            raise ValueError(f"the model has {config.total_layers} layers, and the part is one of {part.layers}")
+            said = f"num_layers={config.num_layers}: the model has {config.total_layers} layers"
+            raise ValueError(f"{said}, and the part is one of {part.layers}")
         self.comm = comm
         self.causal = config.causal
         self.sequence_parallel = config.sequence_parallel

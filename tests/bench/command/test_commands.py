@@ -123,8 +123,8 @@ def test_gpu_studies_say_in_one_line_that_there_is_none(capsys):
         assert line == f"python -m bench.gpu: error: {study}: needs a CUDA device, and torch sees none"
 
 
-def test_there_are_at_most_19_commands():
-    assert len([*of_package("bench"), *of_package("trainers")]) <= 19
+def test_there_are_at_most_20_commands():
+    assert len([*of_package("bench"), *of_package("trainers")]) <= 20
 
 
 def test_names_that_stand_apart_from_torch_are_those_of_the_modules_that_need_it():

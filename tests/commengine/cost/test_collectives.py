@@ -186,7 +186,7 @@ def test_bandwidths_are_those_of_nccl_tests():
             "one of none, selective, full",
         ),
         (lambda: TransformerShape(1, 10, 3, 1, 1), "heads=3 does not divide hidden=10"),
-        (lambda: TransformerShape(1, 10, 2, 1, 1, "t5"), "model='t5': one of gpt, bert"),
+        (lambda: TransformerShape(1, 10, 2, 1, 1, "xlnet"), "model='xlnet': one of gpt, bert, t5"),
     ],
 )
 def test_bad_input_is_named(call, message):

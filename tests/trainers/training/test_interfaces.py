@@ -62,7 +62,7 @@ def test_the_models_groups_are_those_of_the_grid(world, alone):
         with pytest.raises(UsageError, match=problem):
             Trainer(CONFIG, grid, GPT(shape, group, part=part), NextToken(), batches)
         grid.close()
-    with pytest.raises(ValueError, match="num_layers=2 differs from that of the part, 3"):
+    with pytest.raises(ValueError, match="num_layers=2: the model has 2 layers, and the part is one of 3"):
         GPT(shape, alone, part=ModelPart.whole(3))
 
 
