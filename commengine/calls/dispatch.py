@@ -6,7 +6,8 @@ A call takes one of three paths:
   earlier one does not even come here (`commengine.calls.known_calls`).
 - observed: a call that runs on the host, perhaps on a stream's worker thread. It is compared on all ranks
   (``checked=True``), traced and watched.
-- device: a call that NCCL runs. It is observed, too, but enqueued on a CUDA stream; several calls may be one launch.
+- device: a call that NCCL runs on a stream, or that is observed. It is enqueued on a CUDA stream; several calls may be
+  one launch.
 
 A call that raises leaves the communicator as it was, or stops it (docs/design.md, "The life of a communicator").
 """

@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.training.runs import Runs, measured
+from trainers.data.indexed_writer import IndexedDatasetWriter
+from trainers.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -98,11 +101,33 @@ def test_a_run_in_transformers(runs, pretrain, tmp_path):
             expected = peer.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None)
             assert found == expected[0, 1:].tolist()
     words = [*TINY[6:10], *TINY[12:20], "--mock-data", "--vocab-extra-ids", "20", "--sample-tokens", "0"]
-    loaded = ["--load", f"hf:{folder}/iter_0000012/hf", "--train-iters", "1", "--eval-iters", "2"]
+    loaded = ["--load", f"hf:{folder}/iter_0000012/hf", "--train-iters", "1", "--lr", "1e-12", "--eval-iters", "2"]
     (again,) = pretrain((1, [*words, *loaded, "--save", tmp_path / "again"]), command="pretrain_t5")
     assert set(again.codes) == {0}, again.err
-    report = json.loads((tmp_path / "again" / "report.json").read_text())
-    assert report["validation_loss"] < 6
+    before, after = (json.loads((one / "report.json").read_text()) for one in (folder, tmp_path / "again"))
+    for name in ("validation_loss", "validation_token_accuracy"):
+        assert after[name] == pytest.approx(before[name], rel=1e-4), name
+
+
+def test_text_with_a_tokenizer(pretrain, tmp_path):
+    """Sentinels come after its vocabulary, and samples end in its end of text."""
+    text = "".join(f"{number} times {number} is {number * number}. " for number in range(800))
+    tokenizer = Tokenizer.train_bpe([text], 300)
+    with IndexedDatasetWriter(tmp_path / "text", np.uint16) as writer:
+        for part in range(20):
+            writer.add_document(np.array([*tokenizer.encode(text[1000 * part : 1000 * (part + 1)]), tokenizer.eod]))
+    (tmp_path / "text-tokenizer.json").write_bytes(tokenizer.to_bytes())
+    words = [*TINY[: TINY.index("--mock-data")], "--data-path", tmp_path / "text", "--train-iters", 2]
+    runs = {"right": ["--vocab-extra-ids", 10], "few": ["--vocab-extra-ids", 1, "--mean-noise-span-length", 1]}
+    found = pretrain(
+        *((1, [*words, *more, "--save", tmp_path / name]) for name, more in runs.items()), command="pretrain_t5"
+    )
+    assert found[0].codes == [0], found[0].err
+    state = json.loads((tmp_path / "right" / "iter_0000002" / "state.json").read_text())
+    assert state["settings"]["vocab_size"] == tokenizer.vocab_size + 10
+    shown = json.loads((tmp_path / "right" / "report.json").read_text())["sample_prompt"]
+    assert shown.endswith("<|endoftext|>") and "times" in shown
+    assert found[1].codes == [2] and "the vocabulary 1 sentinels; valid: a larger" in found[1].err[0]
 
 
 REFUSED = {
@@ -111,6 +136,8 @@ REFUSED = {
     "--dry-run": "--dry-run: there are no formulas of a T5 yet",
     "--deterministic --pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2: excludes --deterministic",
     "--sequence-parallel --tensor-model-parallel-size 2 --decoder-seq-length 15": "--decoder-seq-length 15: must be a",
+    "--vocab-size 20": "--vocab-size 20: has no token besides its --vocab-extra-ids 20 sentinels",
+    "--max-position-embeddings 64": "--max-position-embeddings 64: a T5 has none",
     "--decoder-seq-length 2": "too short for two tokens of text, a sentinel and the end",
     "--vocab-extra-ids 1 --mean-noise-span-length 1": "the vocabulary 1 sentinels; valid: a larger --vocab-extra-ids",
     "--relative-attention-num-buckets 9": "--relative-attention-num-buckets 9: must be even",

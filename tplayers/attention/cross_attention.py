@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from tplayers.linear import columns_together
@@ -16,7 +18,7 @@ class CrossAttention(SelfAttention):
     The queries have a weight of their own, and keys and values share one, whose input is the encoder's output. So there
     is one all-reduce forward, and two backward: of the gradients of x and of the encoder's output.
 
-    The arguments are those of `SelfAttention`, without ``causal``, ``context`` and what turns or normalises heads.
+    The arguments are those of `SelfAttention`, without ``causal``, ``context`` and the norms of heads.
 
     forward: x [s, b, h], equal on all ranks, and ``source``, the encoder's output [n, b, h] -> as x. With
     sequence_parallel both are this rank's sequence shards. source: or what `keys_values` has made of it, which does not
@@ -24,6 +26,9 @@ class CrossAttention(SelfAttention):
     """
 
     separate = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, causal=False, **options)
 
     def forward(  # type: ignore[override]
         self,

@@ -202,6 +202,8 @@ class SelfAttention(nn.Module):
             )
         else:
             whole = s if self.context is None else s * self.context.comm.size
+            if padding is not None and bias is not None:
+                raise ValueError("bias excludes padding: it says itself what no token looks at")
             if padding is not None:
                 bias = padding_bias(padding, b, whole, q.dtype, causal=self.causal)
             context = self._context(q, k, v, self._drawn(randomness), bias)

@@ -105,7 +105,7 @@ class T5Block(TransformerBlock):
         if decoder:
             self.cross_norm = norm(hidden, eps, **split)
             self.cross_attention = CrossAttention(
-                hidden, config.num_attention_heads, comm, causal=False, head_size=config.kv_channels,
+                hidden, config.num_attention_heads, comm, head_size=config.kv_channels,
                 pad_heads=config.pad_attention_heads, bias=False, qkv_bias=False, scale=config.attention_scale,
                 attention_dropout=config.attention_dropout, dropout_mask=config.attention_dropout_mask,
                 recompute_core=config.recompute == "selective", site=f"{self.site}.cross_attention",

@@ -155,7 +155,7 @@ def open_corpus(config: TransformerSettings, cut: Cut | None = None, mock: Mock 
     if config.mock_data:
         new = mock or (lambda count, part: ZipfSamples(vocab_size, length, config.seed, count, split=part))
         return Corpus((Source(MOCK, MOCK, Fraction(1), new(MOCK_SAMPLES, 0), new(MOCK_HELD_OUT, 1)),))
-    cut = cut or (lambda dataset, documents: _token_samples(dataset, documents, length))
+    cut = cut or (lambda dataset, documents: token_samples(dataset, documents, length))
     sources, short = [], []
     for weight, prefix in blend_of(config):
         dataset = IndexedDataset(prefix)
@@ -179,7 +179,8 @@ def open_corpus(config: TransformerSettings, cut: Cut | None = None, mock: Mock 
     return corpus
 
 
-def _token_samples(dataset: IndexedDataset, documents: range, length: int) -> Samples:
+def token_samples(dataset: IndexedDataset, documents: range, length: int) -> TokenSamples:
+    """The samples of ``length`` tokens of a data set. Raises UsageError for one of sentences."""
     if len(dataset.sequence_lengths) > len(dataset):
         raise UsageError(
             f"--data-path {dataset.prefix}: its items are sentences, as pretrain_bert needs them; make a data set "

@@ -17,6 +17,7 @@ from tplayers import (
     vocab_parallel_distillation_loss,
 )
 from trainers.data.samples import IGNORED
+from trainers.settings import derived
 from trainers.settings.commands import BERTSettings, GPTSettings
 from trainers.tasks.bert import BERTTask
 from trainers.tasks.gpt import GPTTask
@@ -83,8 +84,8 @@ def _with_teacher(task: Task, *, binary_head: bool) -> Task:
     if config.teacher is None:
         return task
     teacher = Teacher(config, trainer.grid, model.config)
-    if config.student_layers is not None:
-        words, asked = given(config, "student_layers"), config.student_layers
+    if (asked := derived.student_layers(config)) is not None:
+        words = given(config, "student_layers")
 
         def start() -> None:
             try:

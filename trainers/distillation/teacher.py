@@ -52,9 +52,13 @@ class Teacher:
                 self._made.append(made := ProcessGrid(ranks, tensor=self.size))
                 trained = load_trained(config.teacher, made, kind=config.kind, dtype=dtype)
                 self.model = trained.model
-                _require_same_vocabulary(config, student, self.model.config)
+                _require_same_inputs(config, student, self.model.config)
             except UsageError as error:
-                problem = UsageError(str(error).replace("--load", "--teacher"))
+                told_as = {"--load": "--teacher", "--tensor-model": "--teacher-tensor-model"}
+                said = str(error)
+                for flag, own_flag in told_as.items():
+                    said = said.replace(f"{flag} ", f"{own_flag} ").replace(f"{flag}-", f"{own_flag}-")
+                problem = UsageError(said)
             if self.shared > 1:
                 self.mates = grid.data.split(replica // self.shared, replica, name="students of a teacher")
                 assert self.mates is not None
@@ -96,9 +100,18 @@ class Teacher:
         return every
 
 
-def _require_same_vocabulary(config: Any, student: TransformerConfig, teacher: TransformerConfig) -> None:
-    """Raise UsageError unless both models have the same tokens and the same columns."""
+def _require_same_inputs(config: Any, student: TransformerConfig, teacher: TransformerConfig) -> None:
+    """Raise UsageError unless both models take the same samples, and have the same columns of logits."""
     named = f"--teacher {config.teacher}"
+    require(
+        config.seq_length <= teacher.max_position_embeddings,
+        f"{given(config, 'seq_length')}: {named} knows {teacher.max_position_embeddings} positions; valid: at most as "
+        "many",
+    )
+    require(
+        student.num_tokentypes == teacher.num_tokentypes or not student.num_tokentypes,
+        f"{named}: has no token types, and the run has them; valid: --bert-no-token-types",
+    )
     require(
         student.vocab_size == teacher.vocab_size,
         f"{named}: has {teacher.vocab_size} tokens, and the run {student.vocab_size}; valid: a teacher with the same "

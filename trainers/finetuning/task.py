@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from commengine import Communicator, ProcessGrid
+from commengine import Communicator, ProcessGrid, UsageError
 from commengine.errors import usage_errors
 from commengine.files.reading import InputFileError
 from commengine.rank_zero import on_every_rank, on_rank_zero
@@ -159,4 +159,6 @@ def copy_pretrained(folder: str, model: nn.Module, grid: ProcessGrid, *, verify:
     """
     trained = load_trained(folder, grid, kind="bert", dtype=torch.float32, verify=verify)
     missing, _ = model.load_state_dict(dict(trained.model.named_parameters()), strict=False)
+    if any("token_type" in name for name in missing):  # on every rank
+        raise UsageError(f"{folder}: its BERT has no token types, as --bert-no-token-types says; tasks need two")
     return list(missing)

@@ -94,6 +94,18 @@ def order(settings: Any) -> Literal["tree"] | None:
     return "tree" if getattr(settings, "deterministic", False) else None
 
 
+# A teacher ----------------------------------------------------------------------------------------------------------
+
+#: what ``--student-layers`` says for no layers, where a preset names some
+NO_LAYERS = "none"
+
+
+def student_layers(settings: Any) -> str | None:
+    """The layers of the teacher from which a run starts; None for none."""
+    asked: str | None = settings.student_layers
+    return None if asked == NO_LAYERS else asked
+
+
 # Steps --------------------------------------------------------------------------------------------------------------
 
 

@@ -26,5 +26,7 @@ class DistillationOptions:
         "(default: the same)",
     )  # fmt: skip
     student_layers: Text | None = option(
-        None, "start from these layers of the teacher, such as 0,2,4,7,9,11, and from its embedding and output layer"
+        None,
+        "start from these layers of the teacher, such as 0,2,4,7,9,11, and from its embedding and output layer; none "
+        "starts from no layer, with a preset that names some",
     )

@@ -14,6 +14,7 @@ from commengine.options.declared import flag_of, given, require, require_ranges
 from commengine.options.ranges import divisors
 
 from . import derived
+from .saving import of_other_program
 
 #: graphs that torch.compile makes of one model: it compiles each stretch of layers for itself
 COMPILED_CHUNKS = 8
@@ -148,9 +149,11 @@ def _distillation(s: Any, ranks: int) -> Faults:
     if s.teacher is None:
         for name in ("distill_alpha", "distill_temperature", "teacher_tensor_model_parallel_size", "student_layers"):
             default = next(item.default for item in fields(s) if item.name == name)
-            yield getattr(s, name) != default, f"{given(s, name)}: needs --teacher"
+            yield getattr(s, name) not in (default, derived.NO_LAYERS), f"{given(s, name)}: needs --teacher"
         return
-    excluded = {"context_parallel_size": 1, "compile": False, "deterministic": False, "num_experts": None}
+    excluded = {
+        "context_parallel_size": 1, "compile": False, "deterministic": False, "num_experts": None, "dry_run": False,
+    }  # fmt: skip
     for name, default in excluded.items():
         if (value := getattr(s, name, default)) != default:
             said = flag_of(name) if value is True else given(s, name)
@@ -165,7 +168,11 @@ def _distillation(s: Any, ranks: int) -> Faults:
     )
     layers = given(s, "student_layers")
     yield (
-        s.student_layers and (size != own or s.pipeline_model_parallel_size > 1),
+        derived.student_layers(s) and of_other_program(s.load),
+        f"{layers}: excludes --load {s.load}: both say where the run starts",
+    )
+    yield (
+        derived.student_layers(s) and (size != own or s.pipeline_model_parallel_size > 1),
         f"{layers}: needs a teacher with the same tensor-parallel size, and one pipeline stage",
     )
 
@@ -185,6 +192,7 @@ def _t5(s: Any, _: int) -> Faults:
             s.sequence_parallel and getattr(s, name) % wanted,
             f"{given(s, name)}: must be a multiple of {wanted} with --sequence-parallel",
         )
+    yield s.max_position_embeddings, f"{given(s, 'max_position_embeddings')}: a T5 has none; leave it out"
     buckets, most = given(s, "relative_attention_num_buckets"), given(s, "relative_attention_max_distance")
     yield s.relative_attention_num_buckets % 2, f"{buckets}: must be even"
     yield (
@@ -196,7 +204,8 @@ def _t5(s: Any, _: int) -> Faults:
 def _stages(s: Any, ranks: int) -> Faults:
     each, stages, layers = s.num_layers_per_virtual_pipeline_stage, s.pipeline_model_parallel_size, derived.layers(s)
     named = given(s, "pipeline_model_parallel_size")
-    yield stages > layers, f"{named}: must be at most {given(s, 'num_layers')}: each stage needs a layer"
+    of_all = given(s, "num_layers") if s.stacks == 1 else f"{layers}, the layers of both stacks"
+    yield stages > layers, f"{named}: must be at most {of_all}: each stage needs a layer"
     yield (
         s.overlap_p2p_communication and stages * derived.context_ranks(s) == 1,
         "--overlap-p2p-communication: needs a --pipeline-model-parallel-size or a --context-parallel-size above 1",

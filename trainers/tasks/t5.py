@@ -16,9 +16,9 @@ from commengine.options.declared import given, require
 from tplayers import T5, ModelPart, Randomness, T5Config, generate, vocab_parallel_argmax
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.blend import blend_of
-from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer
+from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer, token_samples
 from trainers.data.indexed import IndexedDataset
-from trainers.data.samples import IGNORED, NoSamplesError, TextSamples, TokenSamples, ZipfSamples
+from trainers.data.samples import IGNORED, NoSamplesError, TextSamples, ZipfSamples
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.task import Remarks
 from trainers.settings.commands import T5Settings
@@ -37,6 +37,8 @@ class T5Task(TransformerTask[T5Settings]):
 
     kind = "t5"
     settings = T5Settings
+    #: of the corpus, once it is open
+    of_samples: SpanRules
 
     def completed(self, ranks: int) -> T5Settings:
         """See `TransformerTask.completed`. The vocabulary gets sentinels, if it has none."""
@@ -89,6 +91,11 @@ class T5Task(TransformerTask[T5Settings]):
                 sentinels = next(k for k in range(len(ids) + 1) if ids.get(SENTINEL.format(k)) != first - k)
             else:
                 sentinels = min(sentinels, config.vocab_size - tokenizer.vocab_size)
+        ordinary = config.vocab_size - sentinels
+        require(
+            config.tokenizer_model is not None or ordinary > MOCK_END,
+            f"{given(config, 'vocab_size')}: has no token besides its {given(config, 'vocab_extra_ids')} sentinels",
+        )
         rules = SpanRules(
             config.seq_length, config.decoder_seq_length, config.mask_prob, config.mean_noise_span_length, end, first,
             T5Config.decoder_start_token_id, config.seed,
@@ -104,13 +111,14 @@ class T5Task(TransformerTask[T5Settings]):
         return rules
 
     def open_corpus(self) -> Corpus:
-        rules, config = self.rules(), self.config
+        rules = self.of_samples = self.rules()
+        config = self.config
         assert config.vocab_size is not None
         words = config.vocab_size - config.vocab_extra_ids
 
         def cut(dataset: IndexedDataset, documents: range) -> TextSamples:
             try:
-                return SpanSamples(TokenSamples(dataset, documents, rules.text), rules)
+                return SpanSamples(token_samples(dataset, documents, rules.text), rules)
             except NoSamplesError as error:
                 said = str(error).replace(f"--seq-length {rules.text}", f"{rules.text} tokens of text")
                 raise NoSamplesError(said) from error
@@ -141,7 +149,7 @@ class T5Task(TransformerTask[T5Settings]):
         source = self.evaluated[0].held_out if self.evaluated else corpus.sources[0].training
         sample: SpanSample = source[0]
         prompt = [int(token) for token in sample.tokens[: sample.length]]
-        (written,) = generate(model, [prompt], config.sample_tokens, stop_tokens=[self.rules().end], warn=False)
+        (written,) = generate(model, [prompt], config.sample_tokens, stop_tokens=[self.of_samples.end], warn=False)
         return Remarks(None, corpus.decode(prompt), corpus.decode(written), measures)
 
 
