@@ -18,10 +18,9 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stub import HEADER, NUMBER, read_at_imports
+from stub import AT_START, HEADER, NUMBER, read_at_imports
 
 sys.path.pop(0)  # this program's folder
-OWN = read_at_imports(os.environ)  # before torch._dynamo, which adds a variable of its own
 
 # What most programs import. None of it is of the project, so that each program imports its own checkout.
 import mpi4py  # noqa: F401
@@ -204,7 +203,7 @@ def kill(process: int) -> None:
 def main() -> Any:
     gc.collect()
     gc.freeze()
-    request = Server(socket.socket(fileno=int(sys.argv[1])), OWN).serve()
+    request = Server(socket.socket(fileno=int(sys.argv[1])), AT_START).serve()
     if request is None:
         os._exit(0)
     become(request)

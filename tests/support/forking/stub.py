@@ -36,6 +36,10 @@ def read_at_imports(environment: "Mapping[str, str]") -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(FREE)}
 
 
+#: those of this process when it started: the server then imports torch._dynamo, which adds one
+AT_START = read_at_imports(os.environ)
+
+
 def become(words: list[str]) -> "NoReturn":
     os.execv(sys.executable, [sys.executable, *words])
 
