@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
-from bench.timing.sampling import FEWEST
+from bench.timing.sampling import FEWEST as FEWEST
 
 #: the words for the signs of `Measurement.signs`
 SIGNS = {

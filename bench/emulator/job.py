@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from bench.clusters.device_rates import measure_rates
+from bench.collective_study.measurement import FEWEST
 from bench.command.files import replace_json
 from bench.emulator.layouts import RUNS, settings
 from bench.emulator.machine import EmulatedMachine
 from bench.emulator.rank import EmulatedRank, emulated
 from bench.emulator.step import cluster, run_steps
-from bench.timing.sampling import FEWEST
 from commengine import Communicator, ProcessGrid, launch
 from commengine.mpi import load_mpi
 from trainers.settings.commands import GPTSettings
