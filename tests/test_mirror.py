@@ -42,7 +42,6 @@ TESTED_BY = {
     },
     "commengine/operations/uneven/all_gather_v.py": ["commengine/operations/uneven/test_rows.py"],
     "commengine/operations/uneven/all_to_all_v.py": ["commengine/operations/uneven/test_rows.py"],
-    "commengine/operations/uneven/two_levels.py": ["commengine/shared_memory/test_sequence.py"],
     "commengine/operations/messages.py": ["commengine/test_communicator_p2p.py"],
     "commengine/shared_memory/flags.py": ["commengine/shared_memory/test_slots.py"],
     "commengine/timeout/entries.py": ["commengine/timeout/test_watcher.py"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,11 +30,6 @@ class Node:
     def size(self) -> int:
         """The number of the group's ranks on each node."""
         return self.comm.size
-
-    @functools.cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks of each node are neighbours: the nodes one after the other are the group's order."""
-        return [rank for ranks in self.table for rank in ranks] == list(range(self.size * len(self.table)))
 
     @property
     def alone(self) -> bool:

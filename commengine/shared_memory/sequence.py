@@ -23,7 +23,7 @@ class SequenceMemory:
     node has no memory for them. peers: the private memory of the node's ranks; None where it cannot be read, and in a
     group of several nodes. rank, size: this rank's number in its node, and the number of the node's ranks. node: all
     nodes of the group. windows: those of the group. across: in a group of several nodes, what runs operations between
-    the ranks of this number on all nodes; inside: between those of this node; whole: between all ranks.
+    the ranks of this number on all nodes.
     """
 
     def __init__(self, flags: Flags, slots: Slots | None, windows: SharedTensors, node: Node) -> None:
@@ -31,9 +31,7 @@ class SequenceMemory:
         self.rank, self.size = flags.rank, flags.size
         self.peers = windows.peers if node.alone and slots is not None else None
         self.across: Any = None
-        self.inside: Any = None
-        self.whole: Any = None
-        self._comms: tuple[Any, ...] = ()
+        self._comm: Any = None
 
     @classmethod
     def make(
@@ -66,9 +64,8 @@ class SequenceMemory:
         made = cls(flags, None if kept is None else Slots(flags, kept), shared, node)
         if not node.alone:
             with making_communicators():
-                parts: Any = comm.Split(flags.rank, node.index), comm.Split(node.index, flags.rank)
-            made._comms = parts
-            made.across, made.inside, made.whole = over(parts[0]), over(parts[1]), over(comm)
+                made._comm = comm.Split(flags.rank, node.index)
+            made.across = over(made._comm)
         return made
 
     def row(self, numel: int) -> tuple[int, int]:
@@ -89,7 +86,7 @@ class SequenceMemory:
         self.flags.begin(operation, place.number, place.nbytes, (place.dtype, how))
 
     def close(self) -> None:
-        """Free the communicators between and inside nodes. Collective."""
-        for comm in self._comms:
-            comm.Free()
-        self._comms = ()
+        """Free the communicator between nodes. Collective."""
+        if self._comm is not None:
+            self._comm.Free()
+            self._comm = None

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 _FLAGS, _REDUCE, _SCATTER = "shared_memory/flags.py", "operations/all_reduce.py", "operations/reduce_scatter.py"
 _GATHER, _ROWS = "operations/all_gather.py", "operations/uneven/all_to_all_v.py"
-_GATHER_ROWS, _BETWEEN = "operations/uneven/all_gather_v.py", "operations/uneven/two_levels.py"
+_GATHER_ROWS = "operations/uneven/all_gather_v.py"
 
 #: the places of each wait and each fence that the model can leave out
 PLACES = {
@@ -69,12 +69,6 @@ PLACES = {
     "OPEN_AGREES": [Place("shared_memory/segment.py", "NodeMemory._open", "self._all")],
     "MAKE_AGREES": [Place("shared_memory/segment.py", "NodeMemory.make", "self._all")],
 }
-
-#: those of the way between nodes, which is messages between two meetings: the model has one node
-NOT_MODELLED = [
-    Place(_BETWEEN, "in_two_levels", "flags.begin_uneven"),
-    Place(_BETWEEN, "in_two_levels", "flags.meet_unless"),
-]
 
 
 def found() -> list[Place]:

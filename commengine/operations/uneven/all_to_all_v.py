@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import operator
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from commengine.device.nccl import NcclWire
 from commengine.errors import SettledError, call_error
 from commengine.host.wire import MpiWire
+from commengine.mpi import load_mpi
 from commengine.operations.all_to_all import ALL_TO_ALL
 from commengine.operations.checks import Caller, TensorLike
 from commengine.operations.operation import Run
@@ -33,7 +34,6 @@ from .rows import (
     starts_of,
     too_many,
 )
-from .two_levels import counts_of, in_two_levels
 
 #: up to so many bytes of a private input, without the rank's own rows, go through a slot. With more, the other ranks
 #: read the input where it lies
@@ -71,7 +71,7 @@ class AllToAllV(UnevenOperation):
         input_rows: Rows,
     ) -> Run:  # fmt: skip
         if memory.across is not None:
-            return functools.partial(in_two_levels, memory)
+            return by_mpi
         flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
         words, told, peers = flags.words_of(self.name, width, input.dtype), flags.told, memory.peers
         number_of, address_of = memory.windows.number_of, memory.windows.address_of
@@ -167,6 +167,14 @@ def _unfit(counts: list[int], output_rows: Received, output: Tensor) -> str | No
 ALL_TO_ALL_V = AllToAllV()
 
 
+def counts_of(wire: MpiWire, sent: Sequence[int]) -> list[int]:
+    """Tell each rank how much it gets."""
+    received = array("q", bytes(8 * wire.size))
+    datatype = load_mpi().INT64_T
+    wire.calls.Alltoall((array("q", sent), datatype), (received, datatype))
+    return received.tolist()
+
+
 class AllToAllVCall:
     """`all_to_all_v`, `exchange_rows` and `exchange_counts`, as programs call them."""
 
@@ -189,8 +197,7 @@ class AllToAllVCall:
         If the group lies on one node, each rank copies its rows from windows (`empty`) where they lie. The rows of a
         private input go through a slot if those for the other ranks have up to 16,384 bytes: that takes one copy more.
         Otherwise each rank reads its rows in the memory of the other process, in one copy; where that is forbidden, or
-        the table of switch points has no slots, all rows go by MPI. If a group with windows spans nodes, a rank sends
-        one message to each other node.
+        the table of switch points has no slots, all rows go by MPI, as they do in a group that spans nodes.
         """
         known = self._calls.known if stream is None else None
         if known is not None and known.rows("all_to_all_v", output, input, output_rows, input_rows):
