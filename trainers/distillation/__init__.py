@@ -1,4 +1,4 @@
 """A small model that learns from a large one: the teacher on the ranks of a run, and the loss that has both parts.
 
-`distilled` gives a task of pretraining its teacher.
+`objective.distilled_gpt` and `objective.distilled_bert` give a task of pretraining its teacher.
 """

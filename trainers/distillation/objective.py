@@ -45,14 +45,14 @@ class Distilled:
             own = model(batch.tokens, None, randomness)  # first: a stage without logits goes no further
             of_teacher = self.teacher.logits(lambda model, tokens: model(tokens), [batch.tokens])
             return (self._losses(model, own, of_teacher, batch.labels),)
-        given = batch.tokens, batch.token_types, batch.padding, batch.positions
-        own, order = model(*given[:3], positions=batch.positions, randomness=randomness)
+        inputs = batch.tokens, batch.token_types, batch.padding, batch.positions
+        own, order = model(*inputs[:3], positions=batch.positions, randomness=randomness)
 
-        def call(model: Any, *inputs: Tensor | None) -> Tensor:
-            found: Tensor = model(*inputs[:3], positions=inputs[3])[0]
+        def call(model: Any, *of_all: Tensor | None) -> Tensor:
+            found: Tensor = model(*of_all[:3], positions=of_all[3])[0]
             return found
 
-        masked = self._losses(model, own, self.teacher.logits(call, given), batch.labels)
+        masked = self._losses(model, own, self.teacher.logits(call, inputs), batch.labels)
         if order is None:
             return (masked,)
         return masked, class_cross_entropy(order, batch.order_labels)
