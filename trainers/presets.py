@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commengine import UsageError
-from tplayers import formulas
+from tplayers import T5Config, formulas
 from tplayers.formulas import KeptTensors, TransformerShape
 
 #: the word that prints the table instead of starting a run
@@ -313,9 +313,7 @@ def table() -> Iterator[str]:
 def t5_parameters(name: str) -> int:
     """The parameters of one of `T5S`, as Hugging Face's model has them."""
     one = T5S[name]
-    shape = TransformerShape(
-        one["num_layers"], one["hidden_size"], one["num_attention_heads"], 1, one["vocab_size"], "t5",
-        ffn=one["ffn_hidden_size"], head=one["kv_channels"], gated="gated_gelu" in one, rms_norm=True, biases=False,
-        untied="gated_gelu" in one, buckets=32,
-    )  # fmt: skip
-    return formulas.parameters(shape)
+    sizes = {size: one[size] for size in (*_T5_SIZES, "vocab_size")}
+    gated = "gated_gelu" in one
+    config = T5Config(**sizes, swiglu=gated, untie_embeddings_and_output_weights=gated)
+    return formulas.parameters(config.cost_shape(1))

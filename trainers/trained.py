@@ -26,7 +26,7 @@ from commengine import Communicator, ProcessGrid, UsageError
 from commengine.errors import usage_errors
 from commengine.options.declared import require, require_ranges
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import BERT, GPT, T5
+from tplayers import Transformer
 from tplayers.placement import unfilled_parameters
 from trainers.settings import derived, loading
 from trainers.settings.commands import TransformerSettings
@@ -71,7 +71,7 @@ class Trained:
     problem: why there is no tokenizer, the same on all ranks; "" if there is one.
     """
 
-    model: GPT | BERT | T5
+    model: Transformer
     settings: TransformerSettings
     kind: str
     checkpoint: Path
@@ -138,7 +138,7 @@ def load_trained(
     found = Path(name)
     settings = TASKS[kind_found].settings(**values)
 
-    def fill(model: GPT | BERT | T5) -> None:
+    def fill(model: Transformer) -> None:
         checkpoint.load_model(found, model, grid.world, verify=verify)
 
     own_or_asked = DTYPES[own] if dtype is None else dtype
@@ -170,7 +170,7 @@ def _load_other(
 
         settings = TASKS[other.kind].settings(**on_rank_zero(grid.world, described))
 
-        def fill(model: GPT | BERT | T5) -> None:
+        def fill(model: Transformer) -> None:
             fill_model(load, other, model, model.config, grid.world)
 
         place = Path(load.partition(":")[2])
@@ -186,7 +186,7 @@ def _require_split(settings: TransformerSettings, grid: ProcessGrid) -> None:
 
 
 def _trained(
-    fill: Callable[[GPT | BERT | T5], None], settings: TransformerSettings, grid: ProcessGrid, dtype: torch.dtype,
+    fill: Callable[[Transformer], None], settings: TransformerSettings, grid: ProcessGrid, dtype: torch.dtype,
     found: Path, steps: int, tokenizer: str | os.PathLike[str] | None,
     read: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip

@@ -151,22 +151,19 @@ class Routes:
         """Return what runs an operation with numbers of rows on ranks that share memory.
 
         Its sizes differ between the ranks, so no size decides: the ranks of a node tell each other where their inputs
-        lie. Between nodes MPI is as fast unless there are windows.
+        lie. A group that spans nodes takes MPI.
         """
         windows = shared.segments
-        private: bool | None = None  # whether private tensors go through the memory of the node, without windows too
         in_node: Run | None = None
 
         def run(*args: Any) -> None:
-            nonlocal in_node, private
+            nonlocal in_node
             if in_node is None:
-                if private is None:  # asked in a call, because all ranks answer it together
-                    node = None if operation.needs_windows else shared.node
-                    private = node is not None and node.alone
-                if not windows and not private:
+                if operation.needs_windows and not windows:
                     by_mpi(*args)
                     return
-                memory = self.open()
+                node = shared.node  # asked in a call, because all ranks answer it together
+                memory = None if node is None or not node.alone else self.open()
                 in_node = by_mpi if memory is None else operation.in_node(memory, by_mpi, *args)
             in_node(*args)
 

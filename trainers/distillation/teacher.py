@@ -54,11 +54,8 @@ class Teacher:
                 self.model = trained.model
                 _require_same_inputs(config, student, self.model.config)
             except UsageError as error:
-                told_as = {"--load": "--teacher", "--tensor-model": "--teacher-tensor-model"}
-                said = str(error)
-                for flag, own_flag in told_as.items():
-                    said = said.replace(f"{flag} ", f"{own_flag} ").replace(f"{flag}-", f"{own_flag}-")
-                problem = UsageError(said)
+                said = str(error).replace("--load", "--teacher")
+                problem = UsageError(said.replace("--tensor-model-parallel", "--teacher-tensor-model-parallel"))
             if self.shared > 1:
                 self.mates = grid.data.split(replica // self.shared, replica, name="students of a teacher")
                 assert self.mates is not None

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, Stream, UsageError
+from commengine import UsageError
 from commengine.options.declared import given, require
-from tplayers import BERT, BERTConfig, ModelPart, Randomness
+from tplayers import BERT, BERTConfig, Randomness
 from tplayers.host_copy import to_device
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.blend import blend_of
@@ -40,6 +40,7 @@ class BERTTask(TransformerTask[BERTSettings]):
 
     kind = "bert"
     settings = BERTSettings
+    network_class = BERT
 
     def completed(self, ranks: int) -> BERTSettings:
         """See `TransformerTask.completed`. Raises UsageError, too, where the tokenizer is no vocabulary of BERT's."""
@@ -73,12 +74,6 @@ class BERTTask(TransformerTask[BERTSettings]):
     def binary_head(self) -> bool:
         """Whether the model learns the order of the parts of a sample."""
         return not self.config.bert_no_binary_head
-
-    def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        **groups: Any,
-    ) -> BERT:  # fmt: skip
-        return BERT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
 
     def open_corpus(self) -> Corpus:
         return open_masked_corpus(self.config, self.wordpieces(), self.rules())

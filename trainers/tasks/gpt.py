@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commengine import Communicator, ProcessGrid, Stream
-from tplayers import GPT, GPTConfig, ModelPart, Randomness, RopeScaling, Sampling, generate
+from commengine import ProcessGrid
+from tplayers import GPT, GPTConfig, Randomness, RopeScaling, Sampling, generate
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.corpus import Corpus, open_corpus
 from trainers.data.samples import IGNORED
@@ -34,6 +34,7 @@ class GPTTask(TransformerTask[GPTSettings]):
 
     kind = "gpt"
     settings = GPTSettings
+    network_class = GPT
 
     def model(self) -> GPTConfig:
         """The model's shape."""
@@ -41,12 +42,6 @@ class GPTTask(TransformerTask[GPTSettings]):
         groups = (config.num_query_groups or 1) if config.group_query_attention else None
         own = {"rope_scaling": rope_scaling(config), "num_query_groups": groups}
         return GPTConfig(**shape_of(config, GPTConfig) | own, add_bias_linear=not config.disable_bias_linear)
-
-    def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        **groups: Any,
-    ) -> GPT:  # fmt: skip
-        return GPT(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
 
     def groups(self, grid: ProcessGrid) -> dict[str, Any]:
         return {**super().groups(grid), "expert_group": grid.expert}

@@ -108,15 +108,11 @@ class SpanSamples(TextSamples):
 def corrupted(tokens: Sample, rules: SpanRules, random: np.random.Philox) -> tuple[Sample, Sample]:
     """The input and the target of a text. tokens: int64 [n], at least 2."""
     noise, spans = rules.counts(len(tokens))
-    ends_of_text = np.cumsum(_cut(len(tokens) - noise, spans, random))
-    of_spans = _cut(noise, spans, random)
-    ends_of_spans = np.cumsum(of_spans)
+    of_text, of_spans = _cut(len(tokens) - noise, spans, random), _cut(noise, spans, random)
+    masked = np.repeat([False, True] * spans, np.column_stack((of_text, of_spans)).ravel())
     sentinels = rules.sentinel - np.arange(spans)
-    masked = np.zeros(len(tokens), dtype=bool)
-    for text, before, length in zip(ends_of_text, ends_of_spans - of_spans, of_spans, strict=True):
-        masked[text + before : text + before + length] = True
-    given = np.insert(tokens[~masked], ends_of_text, sentinels)
-    target = np.insert(tokens[masked], ends_of_spans - of_spans, sentinels)
+    given = np.insert(tokens[~masked], np.cumsum(of_text), sentinels)
+    target = np.insert(tokens[masked], np.cumsum(of_spans) - of_spans, sentinels)
     return np.append(given, rules.end), np.append(target, rules.end)
 
 

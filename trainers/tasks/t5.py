@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commengine import Communicator, ProcessGrid, Stream, UsageError
+from commengine import ProcessGrid, UsageError
 from commengine.options.declared import given, require
-from tplayers import T5, ModelPart, Randomness, T5Config, generate, vocab_parallel_argmax
+from tplayers import T5, Randomness, T5Config, generate, vocab_parallel_argmax
 from trainers.data.batches import GlobalBatches, TextMicrobatch
 from trainers.data.blend import blend_of
 from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer, token_samples
@@ -37,6 +37,7 @@ class T5Task(TransformerTask[T5Settings]):
 
     kind = "t5"
     settings = T5Settings
+    network_class = T5
     #: of the corpus, once it is open
     of_samples: SpanRules
 
@@ -64,12 +65,6 @@ class T5Task(TransformerTask[T5Settings]):
         config, only = self.config, T5Config.max_position_embeddings
         own = {"swiglu": config.gated_gelu, "scale_decoder_outputs": not config.disable_decoder_output_scale}
         return T5Config(**shape_of(config, T5Config) | own | {"max_position_embeddings": only})
-
-    def network(
-        self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
-        **groups: Any,
-    ) -> T5:  # fmt: skip
-        return T5(self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups)
 
     def groups(self, grid: ProcessGrid) -> dict[str, Any]:
         return {}

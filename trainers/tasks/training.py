@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from commengine import Communicator, ProcessGrid, Stream
-from tplayers import GPT, T5, initialize
-from tplayers.models.bert import BERTEncoder
+from tplayers import Transformer, initialize
 from trainers.run.startup import grid_of
 from trainers.run.task import TrainingTask
 from trainers.settings import derived
@@ -57,7 +56,7 @@ class ExportedTask(TrainingTask):
         """The files of an export besides the weights."""
 
     @property
-    def _model(self) -> GPT | BERTEncoder | T5:
+    def _model(self) -> Transformer:
         model = self.trainer.model
-        assert isinstance(model, GPT | BERTEncoder | T5)
+        assert isinstance(model, Transformer)
         return model

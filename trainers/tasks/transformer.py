@@ -14,7 +14,7 @@ import torch
 from commengine import Communicator, ProcessGrid, Stream, UsageError
 from commengine.options.declared import given, require
 from commengine.rank_zero import on_every_rank
-from tplayers import BERT, GPT, T5, ContextGroup, ModelPart, TransformerConfig, formulas, use_canonical_shards
+from tplayers import ContextGroup, ModelPart, Transformer, TransformerConfig, formulas, use_canonical_shards
 from tplayers.formulas import TransformerShape
 from trainers.data.batches import GlobalBatches
 from trainers.data.corpus import Corpus, HeldOutPart, complete_corpus
@@ -39,14 +39,15 @@ Settings = TypeVar("Settings", bound=TransformerSettings)
 class TransformerTask(ExportedTask, Generic[Settings]):
     """The training of a transformer on text. All that it needs is made here, of its settings.
 
-    A subclass says what is trained: `model`, `network`, `open_corpus`, `batches`, `objective` and `remarks`. `started`
-    makes the corpus and the trainer; without it, a task only tells what it would make.
+    A subclass says what is trained: `network_class`, `model`, `open_corpus`, `batches`, `objective` and `remarks`.
+    `started` makes the corpus and the trainer; without it, a task only tells what it would make.
 
     config: the settings. ``vocab_size`` must be known for all methods but `completed`.
     """
 
     kind: ClassVar[str]
     settings: ClassVar[type[Any]]
+    network_class: ClassVar[type[Any]]
     corpus: Corpus
     #: what an evaluation averages, if that is not what the run minimizes
     plain: Objective[Any] | None = None
@@ -104,15 +105,18 @@ class TransformerTask(ExportedTask, Generic[Settings]):
     def model(self) -> TransformerConfig:
         """The model's shape."""
 
-    @abstractmethod
     def network(
         self, tensor: Communicator, dtype: torch.dtype, overlap: Stream | None = None, part: ModelPart | None = None,
         **groups: Any,
-    ) -> GPT | BERT | T5:  # fmt: skip
+    ) -> Transformer:  # fmt: skip
         """A new model over a tensor group, or a part of it. Collective.
 
         overlap: the stream on which the backward communicates. groups: as `groups` gives them.
         """
+        model: Transformer = self.network_class(
+            self.model(), tensor, dtype=dtype, overlap_stream=overlap, part=part, **groups
+        )
+        return model
 
     def groups(self, grid: ProcessGrid) -> dict[str, Any]:
         """The other groups of the model's ranks, by the names of its arguments. Collective over them."""
@@ -123,7 +127,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         threaded = derived.threaded_messages(config)
         return {"context": ContextGroup(grid.context, method, causal=config.causal, threaded=threaded)}
 
-    def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> GPT | BERT | T5:
+    def stage(self, grid: ProcessGrid, dtype: torch.dtype, overlap: Stream | None = None) -> Transformer:
         """A new model: this rank's stage of it. The arguments are as for `network`. Collective."""
         return self.network(grid.tensor, dtype, overlap, self.parts()[grid.pipeline.rank], **self.groups(grid))
 
@@ -183,7 +187,7 @@ class TransformerTask(ExportedTask, Generic[Settings]):
         with contextlib.closing(on_every_rank(world, self.open_other)) as other:  # before the model takes its memory
             trainer = fresh()
             model = trainer.model
-            assert isinstance(model, GPT | BERT | T5)
+            assert isinstance(model, Transformer)
             fill_model(config.load, other, model, model.config, world, partial(trainer.optimizer.fill, "master"))
         return trainer
 

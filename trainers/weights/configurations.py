@@ -17,7 +17,7 @@ import torch
 
 from commengine.files.reading import SETTINGS_BYTES, read_json
 from commengine.options.ranges import EXPERTS, LAYERS
-from tplayers import BERTConfig, GPTConfig, RopeScaling, T5Config
+from tplayers import BERTConfig, GPTConfig, RopeScaling, T5Config, TransformerConfig
 from tplayers.mlp import Gelu
 
 from .hugging_face import experts_family, family
@@ -200,7 +200,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_configuration(folder: Path, *, interleaved: bool = False) -> GPTConfig | BERTConfig | T5Config:
+def read_configuration(folder: Path, *, interleaved: bool = False) -> TransformerConfig:
     """The shape of the model in a folder of Hugging Face, with no biases or heads that only its weights tell.
 
     interleaved: whether the caller takes a model with ``rope_interleaved``; only one with rotary positions will do.
@@ -388,7 +388,7 @@ def _rope_of(keys: _Keys, name: str, theta: float) -> tuple[float, RopeScaling |
     return theta, RopeScaling(kind, *numbers) if numbers else None
 
 
-_READERS: dict[str, Callable[[_Keys, dict[str, Any]], GPTConfig | BERTConfig | T5Config]] = {
+_READERS: dict[str, Callable[[_Keys, dict[str, Any]], TransformerConfig]] = {
     "gpt2": _gpt2, "bert": _bert, "llama": _decoder, "mistral": _mistral, "qwen2": _qwen2,
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "t5": _t5,
     "megatron-bert": lambda keys, fields: replace(_bert(keys, fields), norm_placement="pre"),
@@ -405,7 +405,7 @@ class TaskHead:
 
 
 def written_configuration(
-    config: GPTConfig | BERTConfig | T5Config, dtype: torch.dtype, origin: Mapping[str, Any] | None = None,
+    config: TransformerConfig, dtype: torch.dtype, origin: Mapping[str, Any] | None = None,
     head: TaskHead | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The keys of a ``config.json`` for a model of this shape, whose parameters are of ``dtype``.
@@ -498,7 +498,7 @@ def _t5_keys(config: T5Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
+def _decoder_keys(config: TransformerConfig) -> dict[str, Any]:
     scaled: dict[str, Any] | None = None
     if (scaling := config.rope_scaling) is not None:
         scaled = {"rope_type": scaling.kind, **{key: getattr(scaling, key) for key in _SCALINGS[scaling.kind]}}

@@ -18,8 +18,7 @@ import torch
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import on_every_rank, on_rank_zero
-from tplayers import GPT, T5, BERTConfig, GPTConfig, T5Config, whole_placements
-from tplayers.models.bert import BERTEncoder
+from tplayers import BERTConfig, T5Config, Transformer, TransformerConfig, whole_placements
 from trainers.checkpoints import disk, folder_lock, parallel_safetensors, run_folder
 from trainers.training.holders import held_first
 
@@ -133,9 +132,7 @@ class SmallFiles:
     origin: str | None = None
     tokenizer_model: str | None = None
 
-    def write(
-        self, folder: Path, config: GPTConfig | BERTConfig | T5Config, dtype: torch.dtype, head: TaskHead | None = None
-    ) -> None:
+    def write(self, folder: Path, config: TransformerConfig, dtype: torch.dtype, head: TaskHead | None = None) -> None:
         """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
         origin = None if self.origin is None else Path(self.origin)
         there = origin is not None and (origin / CONFIG).is_file()
@@ -160,13 +157,13 @@ def _json(keys: Mapping[str, Any]) -> bytes:
     return json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def require_exportable(config: GPTConfig | BERTConfig | T5Config) -> None:
+def require_exportable(config: TransformerConfig) -> None:
     """Raise ValueError, naming the field, if no class of transformers is a model of this shape."""
     written_configuration(config, torch.float32)
 
 
 def export(
-    model: GPT | BERTEncoder | T5, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None,
+    model: Transformer, grid: ProcessGrid, folder: Path, small: SmallFiles, head: TaskHead | None = None,
     may_replace: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Write ``model`` into ``folder``, in place of all that is there. Collective over the grid's world.
@@ -228,7 +225,7 @@ def _told(folder: Path, work: Any) -> None:
         raise UsageError(f"{folder}: cannot be written for Hugging Face: {error}") from error
 
 
-def _pieces(model: GPT | BERTEncoder | T5, head: str | None) -> Iterator[tuple[TheirPart, str]]:
+def _pieces(model: Transformer, head: str | None) -> Iterator[tuple[TheirPart, str]]:
     """Each of Hugging Face's tensors with the name of our parameter that has it, in the order of the file."""
     placed = whole_placements(model)
     for tensor in hugging_face_tensors(model.config, head):

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig, Placement, T5Config, TransformerConfig
+from tplayers import BERTConfig, Placement, TransformerConfig
 from trainers.checkpoints.parallel_safetensors import some
 from trainers.checkpoints.part_reader import bytes_of, fill_part
 
@@ -196,7 +196,7 @@ def _turned(placement: Placement) -> Placement:
     return replace(placement, shape=placement.shape[::-1], view=view, padded=padded, dim=dim)
 
 
-def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig | T5Config) -> dict[str, FileTensor]:
+def _renamed(tensors: Mapping[str, FileTensor], config: TransformerConfig) -> dict[str, FileTensor]:
     """The tensors by today's names of a whole model's: a file of the model without heads has no beginning in them."""
     beginnings = BEGINNINGS[family(config)]
     found: dict[str, FileTensor] = {}
@@ -214,7 +214,7 @@ def _renamed(tensors: Mapping[str, FileTensor], config: GPTConfig | BERTConfig |
     return found
 
 
-def _unstacked(tensors: dict[str, FileTensor], config: GPTConfig | BERTConfig | T5Config) -> dict[str, FileTensor]:
+def _unstacked(tensors: dict[str, FileTensor], config: TransformerConfig) -> dict[str, FileTensor]:
     """The tensors with one for each expert, where a file has one of all experts of a layer.
 
     transformers 5 holds them so: ``gate_up_proj`` [experts, 2 width, h] and ``down_proj`` [experts, h, width].

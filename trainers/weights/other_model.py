@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplayers import BERTConfig, GPTConfig, Placement, T5Config, TransformerConfig
+from tplayers import BERTConfig, Placement, T5Config, TransformerConfig
 
 #: the dtypes in which our models compute; others, such as those of 8 bits, mean numbers only with scales
 REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,7 +22,7 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-def model_settings(config: GPTConfig | BERTConfig | T5Config) -> dict[str, Any]:
+def model_settings(config: TransformerConfig) -> dict[str, Any]:
     """The settings of `GPTSettings`, `BERTSettings` or `T5Settings` whose ``model()`` has the function of ``config``.
 
     Settings that do not change the function are left out: how it is split, recomputed and initialised. Fields of
@@ -54,7 +54,7 @@ class OtherModel(ABC):
     config: its shape. dtype: of its parameters, the widest if they differ.
     """
 
-    config: GPTConfig | BERTConfig | T5Config
+    config: TransformerConfig
     dtype: torch.dtype
 
     @property

@@ -48,8 +48,6 @@ class AllGatherV(UnevenOperation):
         return run
 
     def in_node(self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, rows: Rows) -> Run:
-        if memory.across is not None:
-            return by_mpi
         flags, width, me, windows = memory.flags, row_bytes_of(input), memory.rank, memory.windows
         words, told = flags.words_of(self.name, width, input.dtype), flags.told
 

@@ -70,8 +70,6 @@ class AllToAllV(UnevenOperation):
         self, memory: SequenceMemory, by_mpi: Run, output: Tensor, input: Tensor, output_rows: Received,
         input_rows: Rows,
     ) -> Run:  # fmt: skip
-        if memory.across is not None:
-            return by_mpi
         flags, slots, width, me = memory.flags, memory.slots, row_bytes_of(input), memory.rank
         words, told, peers = flags.words_of(self.name, width, input.dtype), flags.told, memory.peers
         number_of, address_of = memory.windows.number_of, memory.windows.address_of
