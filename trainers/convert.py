@@ -33,7 +33,7 @@ from .checkpoints.checkpoint import CONVERTED_FROM, Progress
 from .checkpoints.checkpoint_writer import CheckpointWriter
 from .run.startup import job_settings, watched
 from .trained import DTYPES, Trained, load_trained
-from .weights.export import SmallFiles, copy_small_files, export, require_replaceable
+from .weights.export import copy_small_files, export, require_replaceable
 from .weights.settings import ConvertSettings
 from .weights.tokenizer_files import tokenizer_file
 
@@ -150,9 +150,7 @@ def _export(config: ConvertSettings, grid: ProcessGrid) -> None:
     trained = load_trained(
         config.load or "", grid, iteration=config.ckpt_step, dtype=dtype, verify=config.verify_checkpoints
     )
-    settings = trained.settings
-    small = SmallFiles(settings.hf_files, settings.tokenizer_model)
-    export(trained.model, grid, place_of_export, small, may_replace=free)
+    export(trained.model, grid, place_of_export, task_of(trained.settings).small_files(), may_replace=free)
     _say(world, f"written to {folder}: {_parameters(trained)} of {trained.checkpoint}")
 
 

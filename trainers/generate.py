@@ -21,7 +21,7 @@ from commengine import Communicator, ProcessGrid, UsageError, launch
 from commengine.files.writing import check_writable
 from commengine.options.declared import given, require, words_of
 from commengine.rank_zero import on_rank_zero
-from tplayers import GPT, Sampling, formulas
+from tplayers import GPT, T5, Sampling, formulas
 from trainers.settings import derived
 from trainers.settings.command import Command
 from trainers.settings.loading import NEEDS_LOAD
@@ -73,8 +73,8 @@ def main(world: Communicator) -> int:
 
     # Before the model is loaded, which may take minutes.
     prompts = [Prompt(*prompt) for prompt in on_rank_zero(world, read)]
-    with loaded(config, world, kind="gpt") as (trained, grid):
-        assert isinstance(trained.model, GPT)
+    with loaded(config, world, kind=("gpt", "t5")) as (trained, grid):
+        ends = _require_kind(config, trained)
         positions = trained.model.config.max_position_embeddings
         slide = given(config, "window_slide")
         require(config.window_slide <= positions, f"{slide}: must be at most the model's {positions} positions")
@@ -84,10 +84,20 @@ def main(world: Communicator) -> int:
                 _remark(world, line)
         if config.interactive:
             return _converse(config, grid, trained)
-        tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions))
+        tokens = on_rank_zero(world, lambda: encoded(prompts, trained.tokenizer, positions, ends))
         _require_memory(config, trained, max(map(len, tokens)))
         _write(config, grid, trained, prompts, tokens)
     return 0
+
+
+def _require_kind(config: GenerateSettings, trained: Trained) -> Sequence[int]:
+    """The tokens of which a prompt must end in one. Raises UsageError for an option that a T5 does not have."""
+    if not isinstance(trained.model, T5):
+        return []
+    stages = given(config, "pipeline_model_parallel_size")
+    require(config.pipeline_model_parallel_size == 1, f"{stages}: a T5 writes text in one stage; leave it out")
+    require(not config.interactive, "--interactive: needs a GPT, as a T5 does not continue what was said")
+    return trained.end_tokens
 
 
 def _require_memory(config: GenerateSettings, trained: Trained, longest: int) -> None:
@@ -96,6 +106,8 @@ def _require_memory(config: GenerateSettings, trained: Trained, longest: int) ->
     They are those of the stage with most layers. longest: the tokens of the longest prompt.
     """
     model, layers = trained.model, max(len(part.numbers) for part in task_of(trained.settings).parts())
+    if isinstance(model, T5):  # its decoder keeps those of the encoder's output, too
+        layers = model.config.num_layers
     longest_text = model.config.max_position_embeddings
     shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=layers)
     rows = config.micro_batch_size * config.num_samples
@@ -115,7 +127,7 @@ def _write(
 ) -> None:
     """Write the texts of all prompts to standard output and ``--json``, in order. Collective over the grid's world."""
     world, model, replicas = grid.world, trained.model, grid.data.size
-    assert isinstance(model, GPT)
+    assert isinstance(model, GPT | T5)
     size = min(config.micro_batch_size, -(-len(prompts) // replicas))
     batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
     rows: list[dict[str, Any]] = []
@@ -157,7 +169,7 @@ def _remark(world: Communicator, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _slid(count: int, config: GenerateSettings, model: GPT) -> str:
+def _slid(count: int, config: GenerateSettings, model: GPT | T5) -> str:
     """The line that says that a window slid."""
     which = "a text" if count == 1 else f"{count} texts"
     return (

@@ -40,7 +40,7 @@ from .data.tokenizer import Tokenizer
 from .run.startup import grid_of, watched
 from .tasks.fitting import require_split
 from .tasks.kinds import TASKS, task_of
-from .tasks.other_models import require_kind, settings_of_other
+from .tasks.other_models import Kinds, kinds_of, require_kind, settings_of_other
 from .tokenizing import probe
 from .tokenizing.ends import end_tokens
 from .training.precision import parameter_dtype
@@ -95,7 +95,7 @@ class Trained:
 
 
 def load_trained(
-    folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: str | None = None, iteration: int | None = None,
+    folder: str | os.PathLike[str], grid: ProcessGrid, *, kind: Kinds = None, iteration: int | None = None,
     dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None, verify: bool = True,
     asked: Mapping[str, Any] | None = None,
 ) -> Trained:  # fmt: skip
@@ -106,10 +106,10 @@ def load_trained(
 
     folder: the ``--save`` folder of a training command, or one of the ``iter_*`` folders in it; or ``hf:FOLDER`` or
     ``megatron:FOLDER``, a model that another program saved (`trainers.weights`). grid: its tensor groups share the
-    model, which is on its device; with a pipeline each of them has a stage. kind: "gpt", "bert" or "t5", if no other
-    model will do. iteration: of the checkpoint; None for the newest. dtype: of the parameters; None for the run's.
-    tokenizer: a tokenizer.json or BERT's vocab.txt in place of the run's; if its vocabulary is another one, rank 0 says
-    so on its standard error. verify: first compare the files that are read with their checksums.
+    model, which is on its device; with a pipeline each of them has a stage. kind: "gpt", "bert" or "t5", or several of
+    them, if no other model will do. iteration: of the checkpoint; None for the newest. dtype: of the parameters; None
+    for the run's. tokenizer: a tokenizer.json or BERT's vocab.txt in place of the run's; if its vocabulary is another
+    one, rank 0 says so on its standard error. verify: first compare the files that are read with their checksums.
     asked: arguments of `open_other`, for files that do not say everything.
 
     Collective over ``grid.world``, with the same arguments on every rank. Raises UsageError, on all ranks, if there is
@@ -146,7 +146,7 @@ def load_trained(
 
 
 def _load_other(
-    load: str, grid: ProcessGrid, *, kind: str | None, iteration: int | None, dtype: torch.dtype | None,
+    load: str, grid: ProcessGrid, *, kind: Kinds, iteration: int | None, dtype: torch.dtype | None,
     tokenizer: str | os.PathLike[str] | None, asked: Mapping[str, Any] | None,
 ) -> Trained:  # fmt: skip
     """`load_trained` of a model that another program saved. Collective."""
@@ -157,7 +157,7 @@ def _load_other(
         def described() -> Any:
             if iteration is not None:
                 raise UsageError(f"--ckpt-step {iteration}: --load {load} is no run; leave it out")
-            require_kind(load, other, kind)
+            require_kind(load, other.kind, kind)
             settings: TransformerSettings = settings_of_other(TASKS[other.kind].settings, other, load)
             multiple = math.lcm(settings.make_vocab_size_divisible_by, grid.tensor.size)
             settings = replace(
@@ -235,7 +235,7 @@ def _tokenizer_of(
             why = without_tokenizer(Path(settings.hf_files))
         raise UsageError(f"--load: {why}; {other}")
     try:
-        found = Tokenizer.from_file(path)
+        found = task_of(settings).with_own_tokens(Tokenizer.from_file(path))
     except (OSError, ValueError) as error:
         hint = f"; if the run's tokenizer has moved, {other}" if asked is None else ""
         raise UsageError(f"--tokenizer-model: {error}{hint}") from error
@@ -250,7 +250,7 @@ def _tokenizer_of(
 
 @contextlib.contextmanager
 def loaded(
-    config: loading.LoadOptions, world: Communicator, *, kind: str | None = None
+    config: loading.LoadOptions, world: Communicator, *, kind: Kinds = None
 ) -> Iterator[tuple[Trained, ProcessGrid]]:
     """The trained model that the settings name, and the grid of ranks that they ask for, for a ``with`` block.
 
@@ -268,7 +268,7 @@ def loaded(
 
 
 def saved_model(
-    folder: Path, wanted: str | None = None, iteration: int | None = None, *, verify: bool
+    folder: Path, wanted: Kinds = None, iteration: int | None = None, *, verify: bool
 ) -> tuple[Path, str, SavedState]:
     """(The checkpoint that is asked for, the kind of its model, what its ``state.json`` says); not collective.
 
@@ -290,17 +290,17 @@ def saved_model(
         more, less = sorted(tops - state_file.OF_GPT - state_file.OF_SOME_GPTS), sorted(state_file.OF_GPT - tops)
         others = ", ".join(more[:3]) or f"without {', '.join(less)}"
         tuned = kind == "finetune" or tops & _OF_TASKS
-        what = "a model of trainers.finetune" if tuned else "neither a GPT nor a BERT"
+        what = "a model of trainers.finetune" if tuned else "no GPT, BERT or T5"
         raise UsageError(
             f"--load {found}: holds {what} (its parameters: {others}); give the --save folder of "
-            f"trainers.pretrain_{wanted or 'gpt or trainers.pretrain_bert'}"
+            f"{_commands(kinds_of(wanted) or tuple(TASKS))}"
         )
-    if wanted not in (None, kind):
-        raise UsageError(
-            f"--load {found}: holds a {kind.upper()}, and a {str(wanted).upper()} is needed; give the --save folder of "
-            f"trainers.pretrain_{wanted}"
-        )
+    require_kind(str(found), kind, wanted, f"; give the --save folder of {_commands(kinds_of(wanted))}")
     return found, kind, state
+
+
+def _commands(kinds: Sequence[str]) -> str:
+    return " or ".join(f"trainers.pretrain_{kind}" for kind in kinds)
 
 
 def read_settings(

@@ -63,7 +63,7 @@ REFUSED = {
     "no run": ([*ONE], "--load DIR: needed"),
     "no folder": (["--load", "{dir}/none", *ONE], "--load .*none: no such folder"),
     "no checkpoint": (["--load", "{dir}/nothing", *ONE], "--load .*nothing: holds no checkpoint"),
-    "a BERT": (["--load", "{dir}/bert", *ONE], "--load .*bert.*: holds a BERT, and a GPT is needed"),
+    "a BERT": (["--load", "{dir}/bert", *ONE], "--load .*bert.*: holds a BERT, and a GPT or a T5 is needed; give"),
     "no tokenizer": (["--load", "{dir}/ids", *ONE], "the run has no tokenizer.*--tokenizer-model FILE"),
     "an empty file": (["--load", "{dir}/gpt", "--prompts", "{dir}/empty.txt"], "empty.txt: holds no prompt"),
     "more stages than layers": (

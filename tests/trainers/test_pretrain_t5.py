@@ -118,7 +118,8 @@ def test_text_with_a_tokenizer(pretrain, tmp_path):
             writer.add_document(np.array([*tokenizer.encode(text[1000 * part : 1000 * (part + 1)]), tokenizer.eod]))
     (tmp_path / "text-tokenizer.json").write_bytes(tokenizer.to_bytes())
     words = [*TINY[: TINY.index("--mock-data")], "--data-path", tmp_path / "text", "--train-iters", 2]
-    runs = {"right": ["--vocab-extra-ids", 10], "few": ["--vocab-extra-ids", 1, "--mean-noise-span-length", 1]}
+    ones = ["--mean-noise-span-length", 1]
+    runs = {"right": ["--vocab-extra-ids", 10, "--save-hf"], "few": ["--vocab-extra-ids", 1, *ones]}
     found = pretrain(
         *((1, [*words, *more, "--save", tmp_path / name]) for name, more in runs.items()), command="pretrain_t5"
     )
@@ -126,8 +127,43 @@ def test_text_with_a_tokenizer(pretrain, tmp_path):
     state = json.loads((tmp_path / "right" / "iter_0000002" / "state.json").read_text())
     assert state["settings"]["vocab_size"] == tokenizer.vocab_size + 10
     shown = json.loads((tmp_path / "right" / "report.json").read_text())["sample_prompt"]
-    assert shown.endswith("<|endoftext|>") and "times" in shown
+    assert shown.endswith("<|endoftext|>") and "times" in shown and "<extra_id_0>" in shown
     assert found[1].codes == [2] and "the vocabulary 1 sentinels; valid: a larger" in found[1].err[0]
+    _require_texts(tmp_path, pretrain)
+
+
+def _require_texts(folder, pretrain):
+    """`trainers.generate` of the run writes what transformers' T5 does after the same text with the same sentinels."""
+    transformers = pytest.importorskip("transformers", reason="the independent peer is transformers' T5")
+    exported = folder / "right" / "iter_0000002" / "hf"
+    prompts = ["12 times <extra_id_0> is 144. 13 <extra_id_1> 13", "7"]
+    (folder / "prompts.txt").write_text("\n".join(prompts))
+    words = ["--prompts", folder / "prompts.txt", "--temperature", 0, "--max-new-tokens", 6, "--dtype", "float64"]
+    refused = {
+        "-i": "--interactive: needs a GPT, as a T5 does not",
+        "--prompt a --pipeline-model-parallel-size 2": "--pipeline-model-parallel-size 2: a T5 writes text in",
+    }
+    outcomes = pretrain(
+        (2, ["--load", folder / "right", *words, "--tensor-model-parallel-size", 2, "--json", folder / "texts.json"]),
+        (2, ["--load", f"hf:{exported}", *words, "--micro-batch-size", 1]),
+        *((2, ["--load", folder / "right", "--tensor-model-parallel-size", 1 + ("-i" in one), *one.split()])
+          for one in refused),
+        command="generate",
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    peer = transformers.T5ForConditionalGeneration.from_pretrained(exported).double()
+    written = json.loads((folder / "texts.json").read_text())["texts"]
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = [*tokenizer(prompt)["input_ids"], tokenizer.eos_token_id]
+        assert ("<extra_id_0>" in prompt) == (tokenizer.convert_tokens_to_ids("<extra_id_0>") in ids)
+        expected = peer.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, 1:].tolist()
+        assert text["tokens"] == expected
+        assert text["text"] == tokenizer.decode([one for one in expected if one != tokenizer.eos_token_id])
+    for outcome in outcomes[:2]:
+        assert set(outcome.codes) == {0}, outcome.err
+        assert outcome.out[0] == "\n".join(f"{text['text']}\n" for text in written)
+    for outcome, said in zip(outcomes[2:], refused.values(), strict=True):
+        assert set(outcome.codes) == {2} and said in outcome.err[0] and outcome.err[1] == "", outcome.err
 
 
 REFUSED = {

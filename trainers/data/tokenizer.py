@@ -23,6 +23,8 @@ from .wordpiece import WordPieces
 END_OF_DOCUMENT = "<|endoftext|>"
 #: the tokens that end a document in the vocabularies of GPT-2, Qwen and SmolLM; of Llama 3; of Llama 2 and Mistral
 END_OF_TEXT = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>")
+#: the tokens of T5's vocabularies that stand for spans, by their numbers
+SENTINEL = "<extra_id_{}>"
 #: a byte of a character that SentencePiece's vocabulary does not have
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -118,6 +120,18 @@ class Tokenizer:
         )
         wordpiece.train_on(backend, iterator, trainer)
         return cls(backend)
+
+    def with_sentinels(self, count: int, vocab_size: int | None = None) -> Self:
+        """This tokenizer with the sentinels of a T5 after its vocabulary, the first one last; itself if it has them.
+
+        count: of the sentinels; fewer if ``vocab_size``, that of the model, has not so much room.
+        """
+        room = count if vocab_size is None else min(count, vocab_size - self.vocab_size)
+        if room <= 0 or SENTINEL.format(0) in self.vocabulary():
+            return self
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([SENTINEL.format(number) for number in reversed(range(room))])
+        return type(self)(backend, self._told)
 
     @property
     def vocab_size(self) -> int:

@@ -43,7 +43,7 @@ def pretrained(folder: str | None, *, verify: bool) -> tuple[Mapping[str, Any], 
     if of_other_program(folder):
         other = open_other(folder)
         other.close()
-        require_kind(folder, other, "bert")
+        require_kind(folder, other.kind, "bert")
         return asdict(settings_of_other(BERTSettings, other, folder)), f"--load {folder}"
     found, _, state = saved_model(Path(folder), "bert", verify=verify)
     return asdict(read_settings(found, BERTSettings, state.settings)), f"--load {folder}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.rank_zero import gather_json, on_every_rank
-from tplayers import GPT, Sampling, generate
+from tplayers import GPT, T5, Sampling, generate
 from trainers.data import text_files
 from trainers.data.tokenizer import UNTIDY, Tokenizer
 
@@ -38,10 +38,13 @@ def read_prompts(path: str) -> list[Prompt]:
     return found
 
 
-def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int) -> list[list[int]]:
+def encoded(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int, ends: Sequence[int] = ()
+) -> list[list[int]]:
     """The tokens of each prompt, with those that the tokenizer puts around a text, such as <s>.
 
-    Raises UsageError for one without a token, or with more than ``positions``.
+    ends: the tokens of which a prompt must end in one; where it does not, it gets the first. Raises UsageError for a
+    prompt without a token, or with more than ``positions``.
     """
     found = []
     for prompt in prompts:
@@ -53,6 +56,8 @@ def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer, positions: int) -> 
                 f"{prompt.where}: has {len(tokens)} tokens; the model knows {positions} positions, and a prompt has "
                 "at most one token for each"
             )
+        if ends and tokens[-1] not in ends:
+            tokens.append(ends[0])
         found.append(tokens)
     return found
 
@@ -108,7 +113,7 @@ class StopStrings:
 
 
 def generate_texts(
-    model: GPT,
+    model: GPT | T5,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -125,19 +130,22 @@ def generate_texts(
 ) -> list[Text]:
     """The texts that continue prompts of tokens, ``samples`` for each prompt, all in one batch.
 
+    A T5 continues nothing: its texts are those that it writes after reading the prompts.
+
     ends: tokens at which a text ends; None for `Tokenizer.eod`, if there is one. stop: strings that end a text, too.
     show: called on every rank with the number of the row and the next piece of its text, as soon as no further token
     can change this piece. No warning is given where a window slides, because `Text.slid` says it. The other arguments,
     the errors, and which ranks must call it: as for `tplayers.generate`.
     """
     strings = StopStrings(tokenizer, stop)
+    before = [()] * len(prompts) if isinstance(model, T5) else prompts
     if ends is None:
         ends = [] if tokenizer.end_token is None else [tokenizer.eod]
     shown = [0] * (len(prompts) * samples)
 
     def text_of(row: int, tokens: Sequence[int]) -> str:
         kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-        return strings.cut(tokenizer.decode_after(prompts[row // samples], kept))
+        return strings.cut(tokenizer.decode_after(before[row // samples], kept))
 
     def tell(row: int, text: str) -> None:
         if show is not None and len(text) > shown[row]:
@@ -147,7 +155,7 @@ def generate_texts(
     def after(row: int, tokens: Sequence[int]) -> bool:
         if show is not None:
             tell(row, strings.settled(text_of(row, tokens[: len(tokens) - tokenizer.bytes_at_end(tokens)])))
-        return strings.ends(prompts[row // samples], tokens)
+        return strings.ends(before[row // samples], tokens)
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
@@ -159,7 +167,7 @@ def generate_texts(
         ended_by = "length"
         if tokens and tokens[-1] in ends:
             ended_by = "end_of_text"
-        elif strings.ends(prompts[prompt], tokens):
+        elif strings.ends(before[prompt], tokens):
             ended_by = "stop"
         # The last token is chosen, and does not go through the model.
         slid = len(prompts[prompt]) + len(tokens) - 1 > model.config.max_position_embeddings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from trainers.weights.opening import open_other
 from trainers.weights.other_model import OtherModel
 
 from .kinds import task_of
+
+#: a kind of model, several of which one will do, or None for any
+Kinds = str | Sequence[str] | None
 
 #: settings with which Megatron-LM's files are read where they do not say it themselves
 ASKED = ("vocab_size", "num_attention_heads")
@@ -46,7 +49,7 @@ def settings_of_load(kind: Any, load: str, value: Callable[[str], Any]) -> Mappi
     if of_other_program(load):
         other = open_other(load, **{name: value(name) for name in ASKED})
         other.close()
-        require_kind(load, other, kind.kind)
+        require_kind(load, other.kind, kind.kind)
         _require_one_dropout(load, other.settings.get("hf_files"), value)
         return _of_fields(kind, other.settings)
     if (found := checkpoint.find(Path(load))) is None:
@@ -78,10 +81,19 @@ def _of_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"seq_length": min(length, found["max_position_embeddings"] or length)}
 
 
-def require_kind(load: str, other: OtherModel, wanted: str | None) -> None:
-    """Raise UsageError unless ``other`` is of the kind ``wanted``; None for any."""
-    if wanted not in (None, other.kind):
-        raise UsageError(f"--load {load}: holds a {other.kind.upper()}, and a {str(wanted).upper()} is needed")
+def kinds_of(wanted: Kinds) -> Sequence[str]:
+    """The kinds ``wanted``; none for any."""
+    if isinstance(wanted, str):
+        return (wanted,)
+    return wanted or ()
+
+
+def require_kind(load: str, found: str, wanted: Kinds, hint: str = "") -> None:
+    """Raise UsageError, which ends in ``hint``, unless a model of the kind ``found`` is one of those ``wanted``."""
+    kinds = kinds_of(wanted)
+    if kinds and found not in kinds:
+        needed = " or ".join(f"a {kind.upper()}" for kind in kinds)
+        raise UsageError(f"--load {load}: holds a {found.upper()}, and {needed} is needed{hint}")
 
 
 def settings_of_other(kind: Any, other: OtherModel, load: str) -> Any:

@@ -19,15 +19,15 @@ from trainers.data.blend import blend_of
 from trainers.data.corpus import Corpus, open_corpus, read_tokenizer, shared_tokenizer, token_samples
 from trainers.data.indexed import IndexedDataset
 from trainers.data.samples import IGNORED, NoSamplesError, TextSamples, ZipfSamples
+from trainers.data.tokenizer import SENTINEL, Tokenizer
 from trainers.run.evaluation import Mean, evaluate_sources
 from trainers.run.task import Remarks
 from trainers.settings.commands import T5Settings
+from trainers.weights.export import SmallFiles
 
 from .spans import SpanRules, SpanSample, SpanSamples
 from .transformer import TransformerTask, shape_of
 
-#: the first sentinel of T5's own vocabularies
-SENTINEL = "<extra_id_{}>"
 #: the end of a text of mock data
 MOCK_END = 1
 
@@ -51,11 +51,8 @@ class T5Task(TransformerTask[T5Settings]):
                 "--tokenizer-model FILE: needed, as there is none beside --data-path: a sample ends in its end of text",
             )
             assert path is not None
-            tokenizer = read_tokenizer(path)
-            with_sentinels = tokenizer.vocab_size
-            if SENTINEL.format(0) not in tokenizer.vocabulary():
-                with_sentinels += config.vocab_extra_ids
-            config = replace(config, tokenizer_model=path, vocab_size=config.vocab_size or with_sentinels)
+            tokens = read_tokenizer(path).with_sentinels(config.vocab_extra_ids).vocab_size
+            config = replace(config, tokenizer_model=path, vocab_size=config.vocab_size or tokens)
         found = super(T5Task, T5Task(config)).completed(ranks)
         T5Task(found).rules()
         return found
@@ -75,17 +72,14 @@ class T5Task(TransformerTask[T5Settings]):
         assert config.vocab_size is not None
         first = config.vocab_size - 1
         if config.tokenizer_model is not None:
-            tokenizer = read_tokenizer(config.tokenizer_model)
+            tokenizer = self.with_own_tokens(read_tokenizer(config.tokenizer_model))
             try:
                 end = tokenizer.eod
             except ValueError as error:
                 raise UsageError(f"--tokenizer-model {config.tokenizer_model}: {error}") from error
             ids = tokenizer.vocabulary()
-            if SENTINEL.format(0) in ids:
-                first = ids[SENTINEL.format(0)]
-                sentinels = next(k for k in range(len(ids) + 1) if ids.get(SENTINEL.format(k)) != first - k)
-            else:
-                sentinels = min(sentinels, config.vocab_size - tokenizer.vocab_size)
+            first = ids.get(SENTINEL.format(0), 0)
+            sentinels = next(k for k in range(len(ids) + 1) if ids.get(SENTINEL.format(k)) != first - k)
         ordinary = config.vocab_size - sentinels
         require(
             config.tokenizer_model is not None or ordinary > MOCK_END,
@@ -121,7 +115,16 @@ class T5Task(TransformerTask[T5Settings]):
         def mock(count: int, part: int) -> TextSamples:
             return SpanSamples(ZipfSamples(words, rules.text, config.seed, count, split=part), rules)
 
-        return open_corpus(config, cut, mock)
+        found = open_corpus(config, cut, mock)
+        own = None if found.tokenizer is None else self.with_own_tokens(found.tokenizer)
+        return replace(found, tokenizer=own)
+
+    def with_own_tokens(self, tokenizer: Tokenizer) -> Tokenizer:
+        """See `TransformerTask.with_own_tokens`: its sentinels."""
+        return tokenizer.with_sentinels(self.config.vocab_extra_ids, self.config.vocab_size)
+
+    def small_files(self) -> SmallFiles:
+        return replace(super().small_files(), sentinels=self.config.vocab_extra_ids)
 
     def objective(self) -> SpanTokens:
         return SpanTokens()

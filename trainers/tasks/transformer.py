@@ -20,6 +20,7 @@ from trainers.data.batches import GlobalBatches
 from trainers.data.corpus import Corpus, HeldOutPart, complete_corpus
 from trainers.data.samples import Samples
 from trainers.data.stream import SampleStream
+from trainers.data.tokenizer import Tokenizer
 from trainers.run.evaluation import HeldOut
 from trainers.settings import derived
 from trainers.settings.commands import TransformerSettings
@@ -205,6 +206,10 @@ class TransformerTask(ExportedTask, Generic[Settings]):
     @abstractmethod
     def objective(self) -> Objective[Any]:
         """What the run minimizes."""
+
+    def with_own_tokens(self, tokenizer: Tokenizer) -> Tokenizer:
+        """``tokenizer`` with the tokens that the model has besides. Here: none."""
+        return tokenizer
 
     def new_batches(
         self, samples: Samples | SampleStream, data: Communicator, path: str, kind: str = ""

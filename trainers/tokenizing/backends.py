@@ -1,12 +1,14 @@
-"""The tokenizers of four classes of transformers 5, built from a vocabulary, merges and settings.
+"""The tokenizers of five classes of transformers 5, built from a vocabulary, merges and settings.
 
-Sources: what ``GPT2Tokenizer``, ``Qwen2Tokenizer``, ``LlamaTokenizer`` and ``BertTokenizer`` give in transformers 5.24.
+Sources: what ``GPT2Tokenizer``, ``Qwen2Tokenizer``, ``LlamaTokenizer``, ``BertTokenizer`` and ``T5Tokenizer`` give in
+transformers 5.24.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -28,7 +30,7 @@ class TokenizerClass:
 
     model: str
     tokens: Mapping[str, str | None]
-    build: Callable[[Mapping[str, int], Sequence[tuple[str, str]], Settings], tokenizers.Tokenizer]
+    build: Callable[[Any, Sequence[tuple[str, str]], Settings], tokenizers.Tokenizer]
 
 
 def _gpt2(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], settings: Settings) -> tokenizers.Tokenizer:
@@ -80,6 +82,29 @@ def _bert(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], sett
     return found
 
 
+def _t5(
+    vocabulary: Sequence[tuple[str, float]], merges: Sequence[tuple[str, str]], settings: Settings
+) -> tokenizers.Tokenizer:
+    del merges
+    found = tokenizers.Tokenizer(models.Unigram([(token, score) for token, score in vocabulary], 2, False))
+    marks: dict[str, Any] = {"replacement": BLANK, "prepend_scheme": "always", "split": True}
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**marks)]
+    found.pre_tokenizer, found.decoder = pre_tokenizers.Sequence(words), decoders.Metaspace(**marks)
+    given = settings.values.get("additional_special_tokens") or []
+    if "extra_special_tokens" not in settings.values and not any("<extra_id_" in str(one) for one in given):
+        more = [f"<extra_id_{number}>" for number in range(settings.values.get("extra_ids", 100))]
+        settings.values["extra_special_tokens"] = [*given, *more]
+    return found
+
+
+def t5_frame(backend: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Put the end after a text."""
+    end = backend.token_to_id(str(settings.values["eos_token"]))
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", end)]
+    )
+
+
 def bert_frame(backend: tokenizers.Tokenizer, settings: Settings) -> None:
     """Put [CLS] before a text and [SEP] after it, or the tokens of these names."""
     start, end = str(settings.values["cls_token"]), str(settings.values["sep_token"])
@@ -95,6 +120,9 @@ KINDS = {
     classes.QWEN2: TokenizerClass("BPE", _ENDS | {"bos_token": None, "pad_token": _END}, _qwen2),
     classes.LLAMA: TokenizerClass("BPE", {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _llama),
     classes.BERT: TokenizerClass(
-        "WordPiece", {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}, _bert
+        "WordPiece",
+        {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")},
+        _bert,
     ),
+    classes.T5: TokenizerClass("Unigram", {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, _t5),
 }

@@ -15,7 +15,8 @@ PLAIN = "TokenizersBackend"
 _PLAIN = {PLAIN, "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
 #: the classes that are built here
 GPT2, BERT, QWEN2, LLAMA = "GPT2Tokenizer", "BertTokenizer", "Qwen2Tokenizer", "LlamaTokenizer"
-BUILT = (GPT2, BERT, QWEN2, LLAMA)
+T5 = "T5Tokenizer"
+BUILT = (GPT2, BERT, QWEN2, LLAMA, T5)
 #: Mistral's own library reads these where it is installed and the folder has its file
 _MISTRAL = "MistralCommonBackend"
 MISTRALS_FILE = "tekken.json"
@@ -27,6 +28,7 @@ _OF_MODEL: dict[str, str | None] = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), QWEN2),
     **dict.fromkeys(("mistral", "mixtral"), _MISTRAL),
     **dict.fromkeys(("gpt_bigcode", "granite", "granitemoe", "olmo2", "olmo3", "stablelm", "phi3"), PLAIN),
+    "t5": T5,
     **dict.fromkeys(("llama", ""), None),
 }
 #: the models whose files on the hub name a wrong class, so that the one above counts

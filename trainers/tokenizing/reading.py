@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, models, processors
+from tokenizers import AddedToken, models, normalizers, processors
 
 from commengine.files.reading import read_text
 
 from . import classes
-from .backends import KINDS, bert_frame
+from .backends import KINDS, bert_frame, t5_frame
 from .ends import end_tokens
 from .settings import NAMES, SettingError, Settings, beside, own_name
 
@@ -106,6 +107,8 @@ def _read(path: Path, settings: Settings, lowercase: bool | None) -> tuple[token
         backend.add_tokens([AddedToken(token, special=True) for token in every])
     if chosen == classes.BERT:
         bert_frame(backend, settings)
+    elif chosen == classes.T5:
+        t5_frame(backend, settings)
     elif backend.post_processor is None or "add_bos_token" in settings.values or "add_eos_token" in settings.values:
         _frame(backend, names, settings)
     template = settings.values.get("chat_template")
@@ -174,6 +177,11 @@ def _built(path: Path, chosen: str, settings: Settings, *, whole: bool) -> token
     found = kind.build(vocabulary, merges, settings)
     if post is not None:
         found.post_processor = post
+    if chosen == classes.T5:
+        known = content.get("normalizer") or {}
+        steps = [one for one in known.get("normalizers", [known]) if "precompiled_charsmap" in one]
+        if steps:
+            found.normalizer = normalizers.Precompiled(base64.b64decode(steps[0]["precompiled_charsmap"]))
     return found
 
 

@@ -109,8 +109,9 @@ def beside(tokenizer: Path) -> Settings:
         found.model_type, found.model_class = model.get("model_type"), model.get("tokenizer_class")
     if paths[CONFIG].is_file():
         found.values, found.stated = read_object(paths[CONFIG]), True
+    of_t5 = found.values.get("tokenizer_class") == "T5Tokenizer" and found.values.get("unk_id") == 2  # as each has
     for key in _REFUSED:
-        if found.values.get(key):
+        if found.values.get(key) and not (of_t5 and key == "unk_id"):
             raise found.fault(key, f"{_shown(found.values[key])}: is not read here; {own_name('the tokenizer.json')}")
     _name(found)
     if "added_tokens_decoder" in found.values:

@@ -126,11 +126,12 @@ class SmallFiles:
     """The files of an export besides the weights: those of the folder that the model came from, or new ones.
 
     origin: a folder of Hugging Face, whose tokenizer and config.json are repeated; None for none.
-    tokenizer_model: of a run, if there is no ``origin`` with a tokenizer; None for none.
+    tokenizer_model: of a run, if there is no ``origin`` with a tokenizer; None for none. sentinels: that a T5 adds.
     """
 
     origin: str | None = None
     tokenizer_model: str | None = None
+    sentinels: int = 0
 
     def write(self, folder: Path, config: TransformerConfig, dtype: torch.dtype, head: TaskHead | None = None) -> None:
         """Write them into ``folder``. On one rank. Raises ValueError and OSError that name the file."""
@@ -149,7 +150,7 @@ class SmallFiles:
         disk.write(folder / CONFIG, _json(written))
         copied = [] if origin is None else _copied(origin, folder, COPIED)
         if self.tokenizer_model is not None and not any("token" in name or "vocab" in name for name in copied):
-            for name, content in written_tokenizer(self.tokenizer_model).items():
+            for name, content in written_tokenizer(self.tokenizer_model, self.sentinels, config.vocab_size).items():
                 disk.write(folder / name, content)
 
 

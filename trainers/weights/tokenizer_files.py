@@ -44,12 +44,12 @@ def end_of_text(model: str | None) -> int | None:
     return None if tokenizer is None or tokenizer.end_token is None else tokenizer.eod
 
 
-def written_tokenizer(model: str) -> dict[str, bytes]:
+def written_tokenizer(model: str, sentinels: int = 0, vocab_size: int | None = None) -> dict[str, bytes]:
     """The files, by name, with which ``AutoTokenizer`` gives the ids of the tokenizer in the file ``model``.
 
-    Raises ValueError and OSError as `Tokenizer.from_file` does.
+    sentinels, vocab_size: see `Tokenizer.with_sentinels`. Raises ValueError and OSError as `Tokenizer.from_file` does.
     """
-    found = Tokenizer.from_file(model)
+    found = Tokenizer.from_file(model).with_sentinels(sentinels, vocab_size)
     about = found.settings()
     if about is None:
         vocabulary = found.vocabulary()

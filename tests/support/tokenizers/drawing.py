@@ -1,7 +1,9 @@
 """Drawn folders of Hugging Face: a tokenizer of any kind, old and new files beside it, settings that contradict."""
 
+import base64
 import json
 import random
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,17 @@ TEXTS = [
     "", " ", "the cat", " the cat", "The CAT  sat\n", "Schön naïve e\u0301", "漢字 a漢b", "don't is n't , U.S. ?",
     "12 345 6.7", "<s> the</s>", "a<|endoftext|> b", "<|u|>the cat<|end|>\n", "[CLS] the [MASK] cat[SEP]",
     " <x> <y>cat", "x\u00a0y\tz \u200d", "🙂 ü\x00", "<img>the<IMG>", "\u2581the \u2581",
+    "\uff33 the\uff33",
 ]  # fmt: skip
+#: SentencePiece's own form of the rule that a wide S is an S (``normalization_rule_tsv``), as base64 of zlib's
+_WIDE_S = (
+    "eNod0lWUlgUUBdBvDSy6W+lGSUGQ7m5EOpWUEpDu7m5QWukemqGkRhpJBYNQ6aFByf1z1tov5+U+3BNED4Jge7Qg6lVYEBEZFoSnDUIZEqpjEo"
+    "PYxCIucYhPPBKSgMQkIilJSE4yUpKCD0hFaj4kdCIN6UlHRjKQmUxkJQvZycZH5CAnH5ObXOQlD5+QjwLkpyCf8hmFKEJhilGUEhSnFCUpQ2nK"
+    "UZYKlKcSFalCZapRlRpUpxY1qUNt6vI59fiCBtSnEQ1pQmOa0ZQWNOdLWtKKr2hDa9rRlq9pT0c60JlOfEMXutGVb+lOT3rQm170pQ/96cdABj"
+    "CYQQwNPZzhDGMkIxjNKMYyhvGMYyITmMwkpjKF6UxjJjOYzSzmMofvmMd8vmchC1jMIpayhB/5geUsYyUrWM0q1rKG9axjIxsIZxNb2Mw2trIj"
+    "NHF2sZPdRLCXPexnHwf4iUMc5AiH+ZlIjnGUExznFCc5w2nO8gvnOcdFLvArl7jMb/zOFf7kD67yF9e5xt/c4F/+4RY3ucNt7nGXKO7zkAc85h"
+    "FPecJznvEfL3jJ/7zmFW9583637wB4qoVL"
+)
 #: tokens that the files of a folder may name, and some of a chat
 SPECIALS = ["<s>", "</s>", "<unk>", "<pad>", "<|endoftext|>", "<|u|>", "<|end|>"]
 BERTS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -107,6 +119,8 @@ def backend(draw: random.Random, kind: str) -> tokenizers.Tokenizer:
             normalizers.BertNormalizer(lowercase=draw.random() < 0.5),
             normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]),
         ]  # fmt: skip
+        if kind == "Unigram":
+            choices += [normalizers.Precompiled(zlib.decompress(base64.b64decode(_WIDE_S)))] * len(choices)
         found.normalizer = draw.choice(choices)
     if kind == "byte" and draw.random() < 0.4:
         digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+"), "isolated")
@@ -202,6 +216,7 @@ def model_files(draw: random.Random, kind: str, size: int) -> dict[str, Any]:
         likely = {
             "byte": ["gpt2", "gpt2", "qwen2", "qwen3", "llama"],
             "WordPiece": ["bert", "bert", "distilbert", "gpt2"],
+            "Unigram": ["t5", "t5", "t5", "llama"],
         }
         name = draw.choice([*likely.get(kind, ["llama", "llama", "mistral"]), "llama", "mistral"])
         if draw.random() < 0.06:

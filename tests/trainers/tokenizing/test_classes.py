@@ -32,6 +32,7 @@ def test_a_class_is_taken_from_the_files_in_this_order(tmp_path):
     assert choose(tmp_path, "gpt2", "PreTrainedTokenizerFast") == classes.PLAIN
     assert choose(tmp_path, "qwen2", "PreTrainedTokenizerFast") == classes.QWEN2  # known to be wrong on the hub
     assert choose(tmp_path, "qwen3", "PreTrainedTokenizerFast") == classes.PLAIN
+    assert choose(tmp_path, "t5") == choose(tmp_path, "llama", "T5TokenizerFast") == classes.T5
     assert choose(tmp_path, "llama", "LlamaTokenizerFast") == classes.LLAMA
     assert choose(tmp_path, "llama", "LlamaTokenizerFast", byte_level=True) == classes.PLAIN  # as of Llama 3
     assert choose(tmp_path, "mistral", "LlamaTokenizer") == classes.PLAIN
@@ -41,8 +42,8 @@ def test_a_class_is_taken_from_the_files_in_this_order(tmp_path):
 @pytest.mark.parametrize(
     "model,declared,words",
     [
-        ("llama", "T5TokenizerFast", r"tokenizer_config\.json: tokenizer_class T5TokenizerFast: is not read here"),
-        ("t5", None, r"config\.json: model_type t5: not known here .* copy it under another name"),
+        ("llama", "XLNetTokenizerFast", r"tokenizer_config\.json: tokenizer_class XLNetTokenizerFast: is not read"),
+        ("falcon", None, r"config\.json: model_type falcon: not known here .* copy it under another name"),
     ],
 )
 def test_another_class_is_refused_by_name(tmp_path, model, declared, words):

@@ -68,6 +68,13 @@ def test_a_special_token_added_again_without_its_flag_is_written_as_it_is_read(n
     assert compare(tmp_path / "one")[0] == "equal"
 
 
+def test_a_t5_has_the_characters_of_its_file(tmp_path):
+    pytest.importorskip("transformers", minversion="5")
+    assert draw_folder(3, 49, tmp_path / "one").endswith("t5 -")
+    assert "precompiled_charsmap" in (tmp_path / "one" / "tokenizer.json").read_text()
+    assert compare(tmp_path / "one")[0] == "equal"
+
+
 def test_marks_of_a_chat_and_the_beginning_of_a_text_are_tokens(write):
     folder = write(tokenizer__json=words(CHAT, "<s>"), tokenizer_config__json={"eos_token": "<|im_end|>"})
     found = Tokenizer.from_file(folder / "tokenizer.json")
