@@ -16,6 +16,8 @@ from .context.group import ContextGroup as ContextGroup
 from .context.group import ContextMethod as ContextMethod
 from .cross_entropy import class_cross_entropy as class_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .distillation import cosine_distillation_loss as cosine_distillation_loss
+from .distillation import kept_output as kept_output
 from .distillation import vocab_parallel_distillation_loss as vocab_parallel_distillation_loss
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .experts.losses import RouterLosses as RouterLosses

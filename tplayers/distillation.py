@@ -1,14 +1,18 @@
-"""The loss of a small model that learns from a large one (Hinton et al. 2015), over logits split by vocabulary.
+"""The losses of a small model that learns from a large one: of logits split by vocabulary, and of hidden states.
 
-It communicates O(b * s) elements instead of b * s * v, as the cross-entropy does (paper, section 3).
+The first (Hinton et al. 2015) communicates O(b * s) elements instead of b * s * v, as the cross-entropy does (paper,
+section 3). The second (Sanh et al. 2019, section 3) communicates nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from commengine import Communicator
 from commengine.compiled_ops import all_reduced
@@ -47,6 +51,31 @@ def vocab_parallel_distillation_loss(
         raise ValueError(f"vocab_size={vocab_size} is not within the {padded} columns of the logits")
     real = min(max(vocab_size - comm.rank * student_shard.shape[-1], 0), student_shard.shape[-1])
     return _Distillation.apply(student_shard, teacher_shard.detach(), comm, temperature, real)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def cosine_distillation_loss(student: Tensor, teacher: Tensor, *, dim: int = -1) -> Tensor:
+    """1 - cos of the angle between the hidden states of both models, for each item: from 0 to 2, without a unit.
+
+    student, teacher: of one shape; along ``dim`` are the h numbers of an item, such as a token or a point of a field.
+    The result, without ``dim``, is in float32 (float64 for a float64 student). The teacher gets no gradient. Not
+    collective: items that are split over ranks stay so. Raises ValueError for shapes that differ.
+    """
+    if student.shape != teacher.shape:
+        raise ValueError(f"the hidden states of the student, {list(student.shape)}, and the teacher, "
+                         f"{list(teacher.shape)}, differ in shape")  # fmt: skip
+    precision = torch.float64 if student.dtype == torch.float64 else torch.float32
+    return 1 - F.cosine_similarity(student.to(precision), teacher.detach().to(precision), dim=dim)
+
+
+@contextlib.contextmanager
+def kept_output(module: nn.Module) -> Iterator[list[Tensor]]:
+    """In this block a list gets each result of ``module``, as part of the graph: hidden states for a loss of them."""
+    found: list[Tensor] = []
+    handle = module.register_forward_hook(lambda module, inputs, output: found.append(output))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 class _Distillation(torch.autograd.Function):

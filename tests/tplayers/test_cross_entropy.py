@@ -281,6 +281,35 @@ def test_distillation_in_half_precision_is_computed_in_float32(group):
     assert half.grad.dtype == torch.bfloat16
 
 
+def test_the_angle_of_hidden_states_is_torchs():
+    student, teacher = drawn_logits(1, 16).requires_grad_(), drawn_logits(2, 16)
+    truth = F.cosine_embedding_loss(
+        student.flatten(0, 1), teacher.flatten(0, 1), torch.ones(15, dtype=torch.float64), reduction="none"
+    )
+    losses = tplayers.cosine_distillation_loss(student, teacher)
+    torch.testing.assert_close(losses.flatten(), truth, rtol=1e-10, atol=1e-12)
+    expected, found = (torch.autograd.grad(one.sum(), student)[0] for one in (truth, losses))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    of_field = tplayers.cosine_distillation_loss(student.movedim(2, 1), teacher.movedim(2, 1), dim=1)
+    assert torch.equal(of_field, losses)
+    assert tplayers.cosine_distillation_loss(student.bfloat16(), teacher).dtype == torch.float32
+    assert teacher.requires_grad_().grad is None and not losses.sum().isnan()
+    with pytest.raises(ValueError, match="differ in shape"):
+        tplayers.cosine_distillation_loss(student, teacher[:1])
+
+
+def test_kept_outputs_are_part_of_the_graph():
+    inner = torch.nn.Linear(3, 3, bias=False)
+    model = torch.nn.Sequential(inner, torch.nn.Tanh())
+    x = torch.randn(2, 3)
+    with tplayers.kept_output(inner) as kept:
+        model(x)
+    model(x)
+    (found,) = kept
+    found.sum().backward()
+    torch.testing.assert_close(inner.weight.grad, x.sum(0).expand(3, 3))
+
+
 def test_bad_input_of_distillation(group):
     x = torch.zeros(2, 4)
     for temperature in (0.0, -1.0, float("nan"), float("inf")):

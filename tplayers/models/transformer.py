@@ -322,6 +322,11 @@ class Transformer(nn.Module):
         return None if self.config.untie_embeddings_and_output_weights else "embedding.weight"
 
     @property
+    def last_module(self) -> nn.Module:
+        """The module of which the result is that of `hidden_states`, on the part with the output layer."""
+        return self.final_norm if self.config.norm_placement == "pre" else self.layers[-1]
+
+    @property
     def output_layer(self) -> ColumnParallelLinear | VocabParallelEmbedding:
         """The layer of which the weight [padded vocabulary / comm.size, h] gives this rank's logits."""
         return self.output if self.config.untie_embeddings_and_output_weights else self.embedding

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,9 @@ from commengine.rank_zero import on_every_rank
 from tplayers import (
     Randomness,
     class_cross_entropy,
+    cosine_distillation_loss,
+    gather_from_tensor_parallel_region,
+    kept_output,
     vocab_parallel_cross_entropy,
     vocab_parallel_distillation_loss,
 )
@@ -28,44 +33,67 @@ Task = TypeVar("Task", GPTTask, BERTTask)
 
 
 class Distilled:
-    """(1 - alpha) times the loss of each token, and alpha times that of the teacher's logits for it.
+    """(1 - alpha) times the loss of each token, alpha times that of the teacher's logits for it, and that of its angle.
 
-    config: of the run. teacher: on the last stage. A BERT's loss of sentence order is as without a teacher.
+    The angle is between the last hidden states of both models. config: of the run. teacher: on the last stage. A BERT's
+    loss of sentence order is as without a teacher.
     """
 
     unit = "nats/token"
 
     def __init__(self, config: GPTSettings | BERTSettings, teacher: Teacher, *, binary_head: bool) -> None:
         self.alpha, self.temperature, self.teacher = config.distill_alpha, config.distill_temperature, teacher
-        self.decoder = config.kind == GPTSettings.kind
+        self.cosine = config.distill_cosine
+        self.call: Callable[..., tuple[Tensor, Tensor | None]] = _of_gpt
+        #: what the model takes of a micro-batch
+        self.inputs: tuple[str, ...] = ("tokens",)
+        if config.kind == BERTSettings.kind:
+            self.call, self.inputs = _of_bert, ("tokens", "token_types", "padding", "positions")
         self.names = ("distillation_loss", "sop_loss") if binary_head else ("distillation_loss",)
 
     def __call__(self, model: Any, batch: Any, randomness: Randomness | None) -> tuple[Tensor, ...]:
-        if self.decoder:
-            own = model(batch.tokens, None, randomness)  # first: a stage without logits goes no further
-            of_teacher = self.teacher.logits(lambda model, tokens: model(tokens), [batch.tokens])
-            return (self._losses(model, own, of_teacher, batch.labels),)
-        inputs = batch.tokens, batch.token_types, batch.padding, batch.positions
-        own, order = model(*inputs[:3], positions=batch.positions, randomness=randomness)
-
-        def call(model: Any, *of_all: Tensor | None) -> Tensor:
-            found: Tensor = model(*of_all[:3], positions=of_all[3])[0]
-            return found
-
-        masked = self._losses(model, own, self.teacher.logits(call, inputs), batch.labels)
-        if order is None:
-            return (masked,)
-        return masked, class_cross_entropy(order, batch.order_labels)
+        inputs = [getattr(batch, name) for name in self.inputs]
+        with contextlib.ExitStack() as block:
+            hidden = block.enter_context(kept_output(model.last_module)) if self.cosine and model.part.last else []
+            own, order = self.call(model, randomness, *inputs)  # first: a stage without logits goes no further
+        logits, theirs = self.teacher.outputs(lambda model, *inputs: self.call(model, None, *inputs)[0], inputs)
+        size = model.config.vocab_size
+        hard = vocab_parallel_cross_entropy(own, batch.labels, model.comm, vocab_size=size)
+        soft = vocab_parallel_distillation_loss(own, logits, model.comm, temperature=self.temperature, vocab_size=size)
+        of_teacher = self.alpha * soft
+        if theirs is not None:
+            of_teacher = of_teacher + self.cosine * _apart(model, hidden[0], theirs, getattr(batch, "positions", None))
+        losses = (1 - self.alpha) * hard + torch.where(batch.labels != IGNORED, of_teacher, 0.0)
+        return (losses,) if order is None else (losses, class_cross_entropy(order, batch.order_labels))
 
     def close(self) -> None:
         """Close the teacher. Collective, as its construction."""
         self.teacher.close()
 
-    def _losses(self, model: Any, own: Tensor, of_teacher: Tensor, labels: Tensor) -> Tensor:
-        comm, size = model.comm, model.config.vocab_size
-        hard = vocab_parallel_cross_entropy(own, labels, comm, vocab_size=size)
-        soft = vocab_parallel_distillation_loss(own, of_teacher, comm, temperature=self.temperature, vocab_size=size)
-        return (1 - self.alpha) * hard + self.alpha * torch.where(labels != IGNORED, soft, 0.0)
+
+def _of_gpt(model: Any, randomness: Randomness | None, tokens: Tensor) -> tuple[Tensor, None]:
+    return model(tokens, None, randomness), None
+
+
+def _of_bert(
+    model: Any, randomness: Randomness | None, tokens: Tensor, types: Tensor | None, padding: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    found: tuple[Tensor, Tensor | None] = model(tokens, types, padding, positions=positions, randomness=randomness)
+    return found
+
+
+def _apart(model: Any, own: Tensor, theirs: Tensor, positions: Tensor | None) -> Tensor:
+    """The cosine losses [b, n] of the tokens with labels. own: with sequence_parallel this rank's shard [s / p, b, h].
+
+    theirs: [s, b, h]. positions: of the tokens [b, n]; None for all.
+    """
+    if model.sequence_parallel:
+        mine = cosine_distillation_loss(own, theirs.chunk(model.comm.size)[model.comm.rank])
+        found = gather_from_tensor_parallel_region(mine, model.comm, dim=0)
+    else:
+        found = cosine_distillation_loss(own, theirs)
+    return found.t() if positions is None else found.gather(0, positions.t()).t()
 
 
 def distilled_gpt(config: GPTSettings, world: Communicator) -> GPTTask:

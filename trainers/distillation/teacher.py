@@ -1,4 +1,4 @@
-"""Teacher: a trained model whose logits the ranks of another model get, each its own columns."""
+"""Teacher: a trained model whose logits and hidden states the ranks of another model get, each its own columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from commengine import Communicator, ProcessGrid, UsageError
 from commengine.options.declared import flag_of, given, require
 from commengine.rank_zero import on_every_rank
-from tplayers import TransformerConfig
+from tplayers import TransformerConfig, kept_output
 from trainers.settings.commands import BERTSettings, GPTSettings
 from trainers.trained import load_trained
 from trainers.training.precision import parameter_dtype
@@ -24,7 +24,7 @@ class Teacher:
     the student's group, and a rank is in the one whose shard has its columns. If they are larger, several replicas of
     the student share one, which computes the batches of all of them at once.
 
-    Collective over the world of ``grid``; `logits` is over the ranks of the last stage. student: the shape of the
+    Collective over the world of ``grid``; `outputs` is over the ranks of the last stage. student: the shape of the
     student. Raises UsageError, on all ranks, where the teacher does not fit it or the ranks.
     """
 
@@ -43,7 +43,7 @@ class Teacher:
         self.model: Any = None
         self._made: list[Communicator | ProcessGrid] = []
         self.mates: Communicator | None = None
-        self._column = index % self.split
+        self._column, self._hidden = index % self.split, config.distill_cosine > 0
         problem: UsageError | None = None
         if ranks is not None:
             dtype = parameter_dtype(bf16=config.bf16, fp16=config.fp16)
@@ -72,21 +72,25 @@ class Teacher:
         for one in reversed(self._made):
             one.close()
 
-    def logits(self, call: Callable[..., Tensor], inputs: Sequence[Tensor | None]) -> Tensor:
-        """The teacher's logits [b, n, padded vocabulary / ranks of a tensor group of the student] for a micro-batch.
+    def outputs(self, call: Callable[..., Tensor], inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """The teacher's logits and its last hidden states for a micro-batch; None for these where no loss has them.
 
-        call: gives the logits [B, n, columns of the teacher's shard] of the model for inputs [B, ...].
+        call: gives the logits [B, n, columns of the teacher's shard] of the model for inputs [B, ...]. The results are
+        [b, n, padded vocabulary / ranks of a tensor group of the student] and [s, b, h].
         """
         inputs = [one if one is None else self._of_all(one) for one in inputs]
-        with torch.no_grad():
+        with torch.no_grad(), kept_output(self.model.last_module) as kept:
             found = call(self.model, *inputs)
+        hidden = kept[0] if self._hidden else None
         if self.mates is None:
             width = found.shape[-1] // self.split
-            return found.narrow(-1, self._column * width, width)
+            return found.narrow(-1, self._column * width, width), hidden
         of_each = found.reshape(self.shared, -1, *found.shape[1:]).contiguous()
         mine = torch.empty_like(of_each)
         self.mates.all_to_all(mine, of_each)
-        return mine.permute(1, 2, 0, 3).flatten(2)
+        if hidden is not None:
+            hidden = hidden.chunk(self.shared, dim=1)[self.mates.rank]
+        return mine.permute(1, 2, 0, 3).flatten(2), hidden
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The rows of all replicas that share a tensor group of the teacher."""
@@ -118,6 +122,11 @@ def _require_same_inputs(config: Any, student: TransformerConfig, teacher: Trans
         student.padded_vocab_size == teacher.padded_vocab_size,
         f"{given(config, 'make_vocab_size_divisible_by')}: pads the vocabulary to {student.padded_vocab_size}, and "
         f"{named} has {teacher.padded_vocab_size}; valid: {teacher.make_vocab_size_divisible_by}",
+    )
+    require(
+        not config.distill_cosine or student.hidden_size == teacher.hidden_size,
+        f"{given(config, 'distill_cosine')}: {named} is {teacher.hidden_size} wide, and the run "
+        f"{student.hidden_size}; valid: 0, or equal --hidden-size",
     )
 
 

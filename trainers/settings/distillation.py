@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commengine.options.declared import option
-from commengine.options.ranges import AtLeastOne, Positive, Share, Text
+from commengine.options.ranges import AtLeastOne, NotNegative, Positive, Share, Text
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class DistillationOptions:
     )
     distill_temperature: Positive = option(
         2.0, "with --teacher: what the logits of both models are divided by before their softmax"
+    )
+    distill_cosine: NotNegative = option(
+        0.0, "with --teacher: the weight of 1 - cos of the angle between the last hidden states, of models of one width"
     )
     teacher_tensor_model_parallel_size: AtLeastOne | None = option(
         None, "ranks that share a layer of the teacher: a divisor or a multiple of the --tensor-model-parallel-size "

@@ -14,6 +14,7 @@ from commengine.options.declared import flag_of, given, require, require_ranges
 from commengine.options.ranges import divisors
 
 from . import derived
+from .distillation import DistillationOptions
 from .saving import of_other_program
 
 #: graphs that torch.compile makes of one model: it compiles each stretch of layers for itself
@@ -147,9 +148,9 @@ def _corpus(s: Any, _: int) -> Faults:
 
 def _distillation(s: Any, ranks: int) -> Faults:
     if s.teacher is None:
-        for name in ("distill_alpha", "distill_temperature", "teacher_tensor_model_parallel_size", "student_layers"):
-            default = next(item.default for item in fields(s) if item.name == name)
-            yield getattr(s, name) not in (default, derived.NO_LAYERS), f"{given(s, name)}: needs --teacher"
+        for item in fields(DistillationOptions):
+            asked = getattr(s, item.name) not in (item.default, derived.NO_LAYERS)
+            yield asked, f"{given(s, item.name)}: needs --teacher"
         return
     excluded = {
         "context_parallel_size": 1, "compile": False, "deterministic": False, "num_experts": None, "dry_run": False,

@@ -57,7 +57,7 @@ def test_runs_that_are_no_berts_are_refused(tmp_path):
     saved(tmp_path / "gpt", 1, asdict(GPTSettings(**SHAPE)), *gpt)
     saved(tmp_path / "module", 1, {"optimizer": {}, "extra": {}}, "weight")
     saved(tmp_path / "tuned", 1, asdict(FinetuneSettings(**TUNED)), "embedding.weight", "classifier.weight")
-    for name, says in (("gpt", "holds a GPT, and a BERT"), ("module", "holds neither a GPT nor a BERT"),
+    for name, says in (("gpt", "holds a GPT, and a BERT"), ("module", "holds no GPT, BERT or T5"),
                        ("tuned", "holds a model of trainers.finetune .*save folder of trainers.pretrain_bert"),
                        ("none", "no such folder"),
                        (None, "--pretrained-checkpoint: needed")):  # fmt: skip
