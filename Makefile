@@ -144,6 +144,7 @@ examples: $(STAMP)
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/data_parallel.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/differentiable_solver.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/shallow_water/surrogate.py
+	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/shallow_water/small_network.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/closure.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/parameter_study.py
 	$(BIN)/mpiexec -n $(NP) $(BIN)/python examples/petsc_dmda.py

@@ -10,6 +10,7 @@ CONTESTS = {
     "generation": "tokens a second: ours, transformers, DeepSpeed and vLLM",
     "mechanisms": "steps with and without overlap, two levels and the like, also on a slow link",
     "same_bits": "tiny runs at every layout, which must have the bits of the run on one rank",
+    "distillation": "small models that learn from a large one, and without one, from several seeds",
     "rivals": "collectives of the engine, of three MPIs, oneCCL, DeepSpeed, gloo and loops in C",
     "emulator": "predicted and trained steps of a cluster that this machine emulates",
 }

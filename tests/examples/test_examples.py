@@ -41,6 +41,7 @@ def shared_path(mpi_world, tmp_path):
 
 SMALL = {
     "shallow_water/surrogate.py": "--size 20 28 --members 2 --steps 4 --leads 2 --width 4",
+    "shallow_water/small_network.py": "--size 20 28 --states 8 --few 4 --steps 4 --leads 2 --width 4",
     "closure.py": "--exchanges 8 --forecast 40",
     "parameter_study.py": "--steps 3",
 }
@@ -52,7 +53,7 @@ SMALL = {
 def test_an_example_runs_and_draws_its_picture(mpi_world, example, shared_path, monkeypatch, capsys):
     module = load(example)
     monkeypatch.setattr(module, "SPIN_UP", 20, raising=False)
-    output = shared_path / "made" / ("picture.gif" if "water" in example else "picture.png")
+    output = shared_path / "made" / ("picture.gif" if "surrogate" in example else "picture.png")
     monkeypatch.setattr("sys.argv", [example, *SMALL[example].split(), "--output", str(output)])
     module.main()
     mpi_world.Barrier()
@@ -176,6 +177,17 @@ def test_the_surrogate_has_at_most_half_of_persistences_error_at_lead_10(tmp_pat
     ((network, persistence),) = re.findall(r"lead 10: error of the network (\S+), of persistence (\S+)", done.stdout)
     assert float(network) <= 0.5 * float(persistence)
     assert output.stat().st_size > 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT + 60)
+def test_a_small_network_with_a_teacher_has_at_most_half_of_the_others_error(tmp_path):
+    output = str(tmp_path / "a.png")
+    done = mpirun.run(2, "examples/shallow_water/small_network.py", "--output", output, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    large, alone, taught = map(float, re.findall(r"at lead 10 error (\S+),", done.stdout))
+    assert taught <= 0.5 * alone and taught <= 1.5 * large
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 class PyCommengine(PythonPackage, CudaPackage):
-    """Collectives on torch tensors over MPI and NCCL, and Megatron-style training of GPT, BERT and Llama on them."""
+    """Collectives on torch tensors over MPI and NCCL, and Megatron-style training of GPT, BERT, Llama and T5."""
 
     git = ROOT.as_uri()
     url = f"{ROOT.as_uri()}/dist/commengine-0.2.0.tar.gz"
