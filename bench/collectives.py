@@ -163,7 +163,7 @@ def main(world: Communicator, argv: Sequence[str] | None = None) -> int:
                 found: list[Measurement] = []
                 for index, call in enumerate(calls):
                     bar.set_description(f"{call.operation} {call.nbytes} B")
-                    new, refused = measure_call(place, call, transports, chosen.variants, index)
+                    new, refused = measure_call(place, call, transports, chosen.variants, index, chosen.buffers)
                     found += new
                     skipped += refused
                     on_rank_zero(world, kept)

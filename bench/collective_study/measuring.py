@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -119,12 +120,18 @@ def _largest(comm: Communicator, mine: Times) -> Times:
 
 
 def measure_call(
-    place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int
+    place: GroupSetup,
+    call: CollectiveCall,
+    transports: Sequence[Transport],
+    variants: Sequence[bool],
+    seed: int,
+    buffers: Sequence[str] = ("same",),
 ) -> tuple[list[Measurement], list[dict[str, Any]]]:
     """Measure ``call``. Returns its measurements (on rank 0; empty elsewhere), and what was skipped and why.
 
     A measurement is that of the slowest group, but its wrong elements are those of all groups.
-    variants: False out of place, True in place. seed: of the order within a round. Collective over the world.
+    variants: False out of place, True in place. seed: of the order within a round. buffers: the kinds of them.
+    Collective over the world.
     """
     bounds: list[tuple[dict[str, Any], Bound]] = []
     skipped = []
@@ -132,8 +139,9 @@ def measure_call(
     own, meet = offsets[place.world.rank], place.meeting(offsets)
     for transport in transports:
         transport.meet = meet
-        for in_place in [one for one in variants if not one or call.operation in IN_PLACE] or [False]:
-            about = _about(call, transport.name, place.name, in_place)
+        places = [one for one in variants if not one or call.operation in IN_PLACE] or [False]
+        for transport.buffers, in_place in product(buffers, places):
+            about = _about(call, transport.name, place.name, in_place) | {"buffers": transport.buffers}
             try:
                 if (reason := transport.refuses(call, in_place)) is not None:
                     raise CollectiveError(reason)

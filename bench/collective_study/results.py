@@ -72,6 +72,7 @@ class Series:
         parts = [one for one in (way.transport, way.group, way.dtype, way.redop, way.skew) if one]
         if way.in_place is not None:
             parts.append("in place" if way.in_place else "out of place")
+        parts += [f"{way.buffers} buffers"] if way.buffers else []
         return " ".join([*parts, *(["stream"] if way.stream else []), *([str(way.state)] if way.state else [])])
 
 

@@ -37,7 +37,7 @@ def all_tables(rows: Sequence[Measurement]) -> list[str]:
     """The tables of all rows, one for each operation, dtype, reduction and skew."""
 
     def of_table(row: Measurement) -> SeriesKey:
-        return row.key._replace(transport=None, in_place=None, state=None)
+        return row.key._replace(transport=None, in_place=None, buffers=None, state=None)
 
     return [table(mine) for mine in alike(rows, of_table)]
 

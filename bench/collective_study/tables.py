@@ -33,6 +33,7 @@ COLUMNS = (
     ("+-median", "(%)", 8, lambda row: _interval(row) + ("" if row.converged else "*")),
     ("calls", "", 6, lambda row: f"{row.iterations}"),
     ("place", "", 5, lambda row: "in" if row.in_place else "out"),
+    ("buffers", "", 7, lambda row: row.buffers or "same"),
     ("transport", "", 10, lambda row: row.transport),
 )
 #: the transports in words, in pictures and on pages; a transport without an entry has its own name
@@ -103,7 +104,9 @@ def table(rows: Sequence[Measurement]) -> str:
         "#" + " ".join(f"{name:>{width}}" for name, _, width, _ in columns)[1:],
         "#" + " ".join(f"{unit:>{width}}" for _, unit, width, _ in columns)[1:],
     ]
-    ordered = sorted(rows, key=lambda row: (row.bytes, row.transport, row.in_place, str(row.state or "")))
+    ordered = sorted(
+        rows, key=lambda row: (row.bytes, row.transport, row.in_place, row.buffers or "", str(row.state or ""))
+    )
     lines += [" ".join(f"{cell(row):>{width}}" for _, _, width, cell in columns) for row in ordered]
     return "\n".join(lines)
 
@@ -157,7 +160,7 @@ def line_style(line: SeriesKey, transports: Sequence[str | None], kinds: Sequenc
         *([redop] if redop not in (None, "none") else []),
         place,
     ]
-    words += [state] * bool(state) + [f"{skew} skew"] * bool(skew)
+    words += [line.buffers] * bool(line.buffers) + [state] * bool(state) + [f"{skew} skew"] * bool(skew)
     return {
         "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
         "marker": "o^svd*P<>"[kinds.index((line.dtype, redop)) % 9],

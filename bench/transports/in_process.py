@@ -5,6 +5,10 @@ A transport opens once for a group, with buffers for its largest call. `Transpor
 `Transport.meet` says. If a library has an operation in place only, its time out of place includes the copy of the
 input, because a caller who needs both tensors has to make that copy.
 
+Buffers are of three kinds (`bench.transports.names.BUFFERS`). "same": the same two, whose values nobody touches between
+two calls. "fresh": the same two, and each rank writes its input just before the ranks meet. "new": new memory for each
+call, whose input is written then. Neither the writing nor the allocation is measured.
+
 To add a transport, subclass `LocalTransport` and add the class to LOCAL. The peers run in processes of their own: see
 bench/transports/peer_process.py.
 """
@@ -58,6 +62,8 @@ class Transport(ABC):
     operations: Sequence[str]
     #: every rank of the group calls it before each call that is bound from now on
     meet: Callable[[], object]
+    #: the kind of buffers of the calls that are bound from now on
+    buffers: str = "same"
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         """The reason why this transport cannot make the call, or None. The same on every rank."""
@@ -82,7 +88,7 @@ class LocalCall(Bound):
     """A call made in this process.
 
     start: begins it; on a stream it returns the call's Work. invoke: makes it from beginning to end. meet: lets the
-    ranks begin together.
+    ranks begin together. before: called before the ranks meet. renew: gives buffers, start and invoke of each call.
     """
 
     call: CollectiveCall
@@ -92,6 +98,8 @@ class LocalCall(Bound):
     start: Callable[[], Any]
     invoke: Callable[..., Any]
     meet: Callable[[], object]
+    before: Callable[[], object] | None = None
+    renew: Callable[[], tuple[Buffers, Callable[[], Any], Callable[..., Any]]] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
@@ -103,19 +111,36 @@ class LocalCall(Bound):
 
     def reset(self) -> None:
         self.buffers.reset(self.call, self.rank, self.in_place)
+        self._poison = True
 
     def run(self, count: int) -> tuple[Times, Times]:
-        return timed(self.invoke, count, self.meet)
+        if self.renew is None:
+            return timed(self.invoke, count, self.meet, self.before)
+        found = []
+        for _ in range(count):
+            self.buffers, self.start, self.invoke = self.renew()
+            if self._poison:  # the result of this call is looked at
+                self.reset()
+                self._poison = False
+            else:
+                self.buffers.write(self.call, self.rank, self.in_place)
+            found.append(timed(self.invoke, 1, self.meet))
+        starts, seconds = zip(*found, strict=True)
+        return np.concatenate(starts), np.concatenate(seconds)
 
     def wrong(self) -> int:
         return self.buffers.wrong(self.call, self.rank)
 
 
-def timed(invoke: Callable[[], object], count: int, meet: Callable[[], object]) -> tuple[Times, Times]:
-    """When each of ``count`` calls began, and its seconds."""
+def timed(
+    invoke: Callable[[], object], count: int, meet: Callable[[], object], before: Callable[[], object] | None = None
+) -> tuple[Times, Times]:
+    """When each of ``count`` calls began, and its seconds. before: called before each meeting."""
     starts, ends = np.empty(count), np.empty(count)
     clock = time.perf_counter
     for index in range(count):
+        if before is not None:
+            before()
         meet()
         starts[index] = clock()
         invoke()
@@ -152,11 +177,27 @@ class LocalTransport(Transport):
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         if call.operation not in self.operations:
             raise ValueError(f"{self.name} does not run {call.operation}")
-        start = self._start(call, in_place)
+        made = self._made(call, in_place, self._buffers)
+        before = partial(self._buffers.write, call, self._rank, in_place) if self.buffers == "fresh" else None
+        renew = None
+        if self.buffers == "new":
+            sizes = [max(view.nbytes, 1) for view in self._buffers.views(call, self._rank, in_place)]
+            like = self._buffers.memory[0]
+            renew = lambda: self._made(call, in_place, Buffers(*(like.new_empty(size) for size in sizes)))  # noqa: E731
+        return self.bound(call, self._rank, in_place, *made, self.meet, before, renew)
+
+    def _made(
+        self, call: CollectiveCall, in_place: bool, buffers: Buffers
+    ) -> tuple[Buffers, Callable[[], Any], Callable[[], object]]:
+        """The buffers, and the call on them: its beginning, and all of it."""
+        kept, self._buffers = self._buffers, buffers
+        try:
+            start = self._start(call, in_place)
+        finally:
+            self._buffers = kept
         if call.operation in self.in_place_only and not in_place and call.sent(self._rank):
-            send, recv = self._buffers.views(call, self._rank, in_place)
-            start = partial(_copy_and, start, send, recv)
-        return self.bound(call, self._rank, in_place, self._buffers, start, self._finished(start), self.meet)
+            start = partial(_copy_and, start, *buffers.views(call, self._rank, in_place))
+        return buffers, start, self._finished(start)
 
     def agree(self, clock: dict[str, float]) -> None:
         """Let the calls that are bound from now on begin at agreed times of a `bench.timing.starting.Clock`."""
@@ -172,6 +213,10 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         del self._buffers, self._whole  # a window is freed with its communicator only if no tensor refers to it
+
+
+#: why a transport has no new buffers
+ONCE = "its memory is shared, and made once"
 
 
 def _copy_and(start: Callable[[], Any], send: Tensor, recv: Tensor) -> Any:
@@ -228,6 +273,9 @@ class Shared(Engine):
     """The engine on tensors of `Communicator.empty`, which the ranks of a node share. Large ones use no messages."""
 
     name = "shared"
+
+    def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
+        return ONCE if self.buffers == "new" else super().refuses(call, in_place)
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         if group.size == 1 or spans_nodes(group.mpi):

@@ -270,9 +270,13 @@ class Buffers:
 
     def reset(self, call: CollectiveCall, rank: int, in_place: bool) -> None:
         """Poison the used parts of both buffers, and write the input."""
-        send, recv = self.views(call, rank, in_place)
-        for used in (recv, send):
+        for used in self.views(call, rank, in_place):
             used.view(torch.uint8).fill_(POISON)
+        self.write(call, rank, in_place)
+
+    def write(self, call: CollectiveCall, rank: int, in_place: bool) -> None:
+        """Write the input."""
+        send, recv = self.views(call, rank, in_place)
         for piece in call.sent(rank):  # one, or none
             piece.write(send)
         if recv.is_cuda:

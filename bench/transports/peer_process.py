@@ -192,9 +192,10 @@ class PeerTransport(Transport):
 
     def bind(self, call: CollectiveCall, in_place: bool) -> Bound:
         meet = None if self._peer.one_node else self.meet
-        about = asdict(call) | {"dtype": str(call.dtype).removeprefix("torch."), "in_place": in_place}
-        self.ask(do="bind", clock=asdict(meet.clock) if isinstance(meet, AgreedStart) else None, **about)
-        return PeerCall(self.ask, in_place)
+        about = asdict(call) | {"dtype": str(call.dtype).removeprefix("torch.")}
+        form = {"in_place": in_place, "buffers": self.buffers}
+        self.ask(do="bind", clock=asdict(meet.clock) if isinstance(meet, AgreedStart) else None, **about, **form)
+        return PeerCall(self.ask, form)
 
     def close(self) -> None:
         """End the process: close the connection, which is the end of its commands, then kill it if it does not end."""
@@ -206,16 +207,16 @@ class PeerTransport(Transport):
 
 
 class PeerCall(Bound):
-    """A call that the peer makes. ask: sends it a command."""
+    """A call that the peer makes. ask: sends it a command. form: which of the calls that are bound there."""
 
-    def __init__(self, ask: Callable[..., dict[str, Any]], in_place: bool) -> None:
-        self._ask, self._in_place = ask, in_place
+    def __init__(self, ask: Callable[..., dict[str, Any]], form: dict[str, Any]) -> None:
+        self._ask, self._form = ask, form
 
     def reset(self) -> None:
-        self._ask(do="reset", in_place=self._in_place)
+        self._ask(do="reset", **self._form)
 
     def run(self, count: int) -> tuple[Times, Times]:
-        answer = self._ask(do="run", count=count, in_place=self._in_place)
+        answer = self._ask(do="run", count=count, **self._form)
         # The child reads the same clock of the same machine, so there is no offset between the two.
         return np.array(answer["starts"]), np.array(answer["seconds"])
 

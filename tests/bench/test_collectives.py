@@ -88,6 +88,38 @@ def test_every_transport_computes_what_is_expected(world, transport, operation):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_inputs_are_written_before_each_call_on_fresh_and_new_buffers(world, transport, operation):
+    """So that also the third result in place is right, and that of new buffers lies in other memory than the second."""
+    for buffers in ("same", "fresh", "new"):
+        for in_place in {False, operation in IN_PLACE}:
+            call = CollectiveCall.of(operation, torch.float32, "sum" if operation in REDUCING else "none", 0, 2, 70_000)
+            transport.buffers = buffers
+            if (reason := transport.refuses(call, in_place)) is not None:
+                assert (transport.name, buffers) == ("shared", "new") and "is shared, and made once" in reason
+                continue
+            bound = transport.bind(call, in_place)
+            bound.run(2)
+            before = bound.input.data_ptr()
+            starts, seconds = bound.run(3)
+            assert (
+                starts.shape == seconds.shape == (3,)
+                and bool((seconds > 0).all())
+                and bool((starts[1:] > starts[0]).all())
+            )
+            if in_place and buffers == "same" and operation in REDUCING:
+                assert bound.wrong() > 0 or (world.rank > 0 and operation == "reduce")
+            else:
+                assert bound.wrong() == 0, (buffers, in_place)
+            assert buffers == "new" or bound.input.data_ptr() == before
+            bound.reset()
+            assert bound.wrong() > 0 or in_place or not call.received(world.rank)
+            bound.run(1)
+            assert bound.wrong() == 0
+    transport.buffers = "same"
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("by_clock", [False, True])
 def test_a_broken_transport_shows(world, by_clock):
     from bench.collective_study.measuring import GroupSetup, measure_call

@@ -19,35 +19,37 @@ from bench.transports.operations import DTYPES, CollectiveCall
 
 
 class Commands:
-    """The commands, which a transport of this process carries out: one call out of place, and one in place."""
+    """The commands, which a transport of this process carries out: a call for each form, by place and buffers."""
 
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
-        self._bound: dict[bool, Bound] = {}
+        self._bound: dict[tuple[bool, str], Bound] = {}
 
-    def bind(self, in_place: bool, dtype: str, clock: dict[str, float] | None, **about: Any) -> dict[str, Any]:
+    def bind(
+        self, in_place: bool, buffers: str, dtype: str, clock: dict[str, float] | None, **about: Any
+    ) -> dict[str, Any]:
         """Make a call ready by making it once, so that an operation that the library does not have fails now.
 
         clock: of `bench.timing.starting.Clock`, for calls that begin at agreed times; None: at the peer's barrier.
         """
-        call = CollectiveCall(dtype=DTYPES[dtype], **about)
+        call, self._transport.buffers = CollectiveCall(dtype=DTYPES[dtype], **about), buffers
         if (reason := self._transport.refuses(call, in_place)) is not None:
             raise ValueError(reason)
         if clock is not None:
             self._transport.agree(clock)
-        self._bound[in_place] = self._transport.bind(call, in_place)
-        self._bound[in_place].run(1)
-        return self.reset(in_place)
+        self._bound[in_place, buffers] = self._transport.bind(call, in_place)
+        self._bound[in_place, buffers].run(1)
+        return self.reset(in_place, buffers)
 
-    def reset(self, in_place: bool) -> dict[str, Any]:
+    def reset(self, in_place: bool, buffers: str) -> dict[str, Any]:
         """Poison the buffers and write the input."""
-        self._current = self._bound[in_place]
+        self._current = self._bound[in_place, buffers]
         self._current.reset()
         return {}
 
-    def run(self, in_place: bool, count: int) -> dict[str, Any]:
+    def run(self, in_place: bool, buffers: str, count: int) -> dict[str, Any]:
         """Make ``count`` calls, each after a meeting of the ranks."""
-        starts, seconds = self._bound[in_place].run(count)
+        starts, seconds = self._bound[in_place, buffers].run(count)
         return {"starts": starts.tolist(), "seconds": seconds.tolist()}
 
     def wrong(self) -> dict[str, Any]:
