@@ -49,8 +49,8 @@ class Measurement:
 
     Of the call: operation, transport, group (world, tensor or data), ranks (of that group), dtype, redop ("none" if
     nothing is reduced), root (-1 if there is none), in_place, bytes and count (nccl-tests'); skew of an operation with
-    numbers of rows (bench/transports/skew.py); buffers: their kind (bench/transports/in_process.py); stream in older
-    files.
+    numbers of rows (bench/transports/skew.py); buffers: their kind, None for "same"
+    (bench/transports/in_process.py); stream in older files.
 
     Of the times: iterations; converged (false: the time was up); seconds {p50, p95, p99, min, max, mean} on the slowest
     rank; ci [low, high] of the median (null of fewer than six calls); algbw and busbw of the median in bytes per

@@ -141,7 +141,8 @@ def measure_call(
         transport.meet = meet
         places = [one for one in variants if not one or call.operation in IN_PLACE] or [False]
         for transport.buffers, in_place in product(buffers, places):
-            about = _about(call, transport.name, place.name, in_place) | {"buffers": transport.buffers}
+            about = _about(call, transport.name, place.name, in_place)
+            about |= {} if transport.buffers == "same" else {"buffers": transport.buffers}
             try:
                 if (reason := transport.refuses(call, in_place)) is not None:
                     raise CollectiveError(reason)

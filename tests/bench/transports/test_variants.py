@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.collective_study.results import measurements
+from bench.collective_study.results import measurement_of, measurements
 from bench.collective_study.tables import compare, table
 from tests.support import mpirun
 
@@ -30,8 +30,9 @@ def test_every_transport_is_measured_and_right(tmp_path, operation):
     assert found["float32"] == {"shared", "engine", "beside-windows", "mpi4py"} | bound
     assert {"shared", "engine", "beside-windows"} <= found["bfloat16"]
     assert ("in-fp32" in found["bfloat16"]) == (operation in ("all_reduce", "reduce_scatter"))
-    shared = [row for row in result["rows"] if row["transport"] == "shared"]
-    assert all(row["over"] == 1.0 for row in shared)
+    shared = [row for row in map(measurement_of, result["rows"]) if row.transport == "shared"]
+    # On a busy machine some rows are of another state, or have few calls; these have no ratio.
+    assert all(row.over == 1.0 or row.why_not for row in shared)
 
 
 @pytest.mark.mpi(min_size=2)
