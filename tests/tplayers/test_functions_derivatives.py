@@ -30,8 +30,8 @@ NO_FUNCTIONS = {
     "ContextGroup", "ContextMethod", "DropoutMask", "T5Config", "ExpertOptions", "GPTConfig", "Gelu", "KeyValueCache",
     "NormPlacement", "Normal", "Normalization", "Placement", "PositionEmbedding", "Randomness", "Recompute",
     "RopeScaling", "RouterLosses", "Sampling", "StartedTransfer", "TransferPlan", "TransformerConfig", "add_parameter",
-    "all_reduce_together", "generate", "halo_plan", "initialize", "placements", "plan_halo", "repartition_plan",
-    "require_divisible", "set_randomness", "shard", "sum_partial_gradients", "use_canonical_shards",
+    "all_reduce_together", "generate", "halo_plan", "initialize", "kept_output", "placements", "plan_halo",
+    "repartition_plan", "require_divisible", "set_randomness", "shard", "sum_partial_gradients", "use_canonical_shards",
     "vocab_parallel_argmax",
 }  # fmt: skip
 
@@ -297,6 +297,9 @@ CASES: dict[str, Callable[[Communicator], Case]] = {
     "VocabParallelEmbedding": embedding,
     "vocab_parallel_distillation_loss": distillation,
     "vocab_parallel_cross_entropy": cross_entropy,
+    "cosine_distillation_loss": lambda comm: Case(
+        lambda x: tplayers.cosine_distillation_loss(x, draw(3, 4, seed=1)), [draw(3, 4)]
+    ),
     "class_cross_entropy": lambda comm: Case(
         lambda x: tplayers.class_cross_entropy(x, torch.tensor([2, -100, 0])), [draw(3, 4)]
     ),

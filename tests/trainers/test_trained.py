@@ -166,7 +166,7 @@ def test_what_cannot_be_loaded_is_one_error_on_all_ranks(world, saved, grids, sh
     changed(
         "large", lambda state: state["settings"].update(hidden_size=2**40), "settings", "--hidden-size 1099511627776"
     )
-    for head, what in (("head", "neither a GPT nor a BERT"), ("classifier", "a model of trainers.finetune")):
+    for head, what in (("head", "no GPT, BERT or T5"), ("classifier", "a model of trainers.finetune")):
         changed(head, lambda state, head=head: renamed(state, head), what, head, "trainers.pretrain_gpt")
     changed("width", lambda state: state["settings"].update(hidden_size=96), "model.safetensors: ", "the model's is")
 
