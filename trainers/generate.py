@@ -91,13 +91,15 @@ def main(world: Communicator) -> int:
 
 
 def _require_kind(config: GenerateSettings, trained: Trained) -> Sequence[int]:
-    """The tokens of which a prompt must end in one. Raises UsageError for an option that a T5 does not have."""
+    """A prompt must end in one of these tokens. Raises UsageError for an option that a T5 does not have."""
     if not isinstance(trained.model, T5):
         return []
     stages = given(config, "pipeline_model_parallel_size")
     require(config.pipeline_model_parallel_size == 1, f"{stages}: a T5 writes text in one stage; leave it out")
     require(not config.interactive, "--interactive: needs a GPT, as a T5 does not continue what was said")
-    return trained.end_tokens
+    slide = given(config, "window_slide")
+    require(config.window_slide == 1, f"{slide}: a T5 has no window, as it knows any position; leave it out")
+    return [] if trained.tokenizer.end_token is None else [trained.tokenizer.eod]
 
 
 def _require_memory(config: GenerateSettings, trained: Trained, longest: int) -> None:
@@ -114,10 +116,15 @@ def _require_memory(config: GenerateSettings, trained: Trained, longest: int) ->
     tokens = min(longest_text, longest + config.max_new_tokens)
     element = next(model.parameters()).element_size()
     needed = formulas.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
+    what = "the keys and values"
+    if isinstance(model, T5):  # the distances of its encoder; its bias, its scores and their softmax
+        what = "the encoder's scores, the keys and the values"
+        heads = model.config.head_split(model.comm.size)
+        needed += longest**2 * (8 + 3 * config.micro_batch_size * heads.local_heads * element)
     there = machine_memory(config.device)
     require(
         needed <= there,
-        f"{given(config, 'micro_batch_size')}, {given(config, 'num_samples')}: the keys and values of {rows} texts of "
+        f"{given(config, 'micro_batch_size')}, {given(config, 'num_samples')}: {what} of {rows} texts of "
         f"{tokens} tokens need {needed / 1e9:,.1f} GB a rank; the machine has {there / 1e9:,.1f} GB",
     )
 
@@ -150,7 +157,8 @@ def _write(
                 prompt = prompts[text["number"]].text
                 if rows:
                     print()  # an empty line between two texts
-                print((prompt if config.print_prompt else "") + text["text"], flush=True)
+                between = "\n" if isinstance(model, T5) else ""
+                print((prompt + between if config.print_prompt else "") + text["text"], flush=True)
                 rows.append({"prompt": prompt, **text})
             bar.update(len(texts) // config.num_samples)
 

@@ -55,11 +55,10 @@ def model_of(
     used: dict[tuple[str, int], FittedSeries] = {}
     transports = [one.series.key.transport for one in fitted]
 
-    def order(one: FittedSeries) -> tuple[int, int, bool, bool]:
+    def order(one: FittedSeries) -> tuple[int, int, bool]:
         operation = one.series.operation
         message = MESSAGES.index(operation) if operation in MESSAGES else 0
-        key = one.series.key  # users have freshly written buffers
-        return transports.index(key.transport), message, not one.series.in_place, key.buffers != "fresh"
+        return transports.index(one.series.key.transport), message, not one.series.in_place
 
     for one in sorted(of_cost, key=order):
         if kind.has(one.series.key):

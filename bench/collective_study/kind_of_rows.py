@@ -1,4 +1,7 @@
-"""The one dtype, reduction and state of the measurements that a model is made of, whatever their order in a file."""
+"""The one dtype, reduction, state and kind of buffers of the measurements that a model is made of.
+
+The order of the rows in a file does not count.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,22 @@ from dataclasses import dataclass
 from bench.collective_study.measurement import SeriesKey
 from commengine import UsageError
 
+#: the kind of buffers of a row that does not say it
+SAME = "same"
+
 
 @dataclass(frozen=True)
 class KindOfRows:
     """The one dtype, reduction and state of the rows that a model is made of. None: the rows do not say.
 
-    words: a sentence about a choice among several, "" if there was none.
+    buffers: their kind; that of rows which do not say it is "same". words: a sentence about a choice among several, ""
+    if there was none.
     """
 
     dtype: str | None
     redop: str | None
     state: str | None
+    buffers: str = SAME
     words: str = ""
 
     @staticmethod
@@ -28,8 +36,9 @@ class KindOfRows:
 
         Of several states the one counts in which most calls were made, and of equal ones the first by name. Raises
         UsageError that names the option if none is given of several dtypes without float32, or reductions without sum,
-        and for one that no row has.
+        and for one that no row has. Of several kinds of buffers the freshly written ones count, which users have.
         """
+        measured = list(measured)
         calls: dict[str, Counter[str]] = {name: Counter() for name in ("dtype", "redop", "state")}
         for way, count in measured:
             for name, found in calls.items():
@@ -55,9 +64,15 @@ class KindOfRows:
                 raise UsageError(f"--{name}: the results have several; give one of {', '.join(there)}")
             if len(there) > 1:
                 said.append(f"{chosen[name]} of {', '.join(there)} (--{name} chooses)")
-        return KindOfRows(**chosen, words=f"the model has {'; '.join(said)}" if said else "")
+        kinds = {way.buffers or SAME for way, _ in measured} or {SAME}
+        buffers = next(kind for kind in ("fresh", SAME, "new") if kind in kinds)
+        if len(kinds) > 1:
+            said.append(f"{buffers} buffers of {', '.join(sorted(kinds))}")
+        return KindOfRows(**chosen, buffers=buffers, words=f"the model has {'; '.join(said)}" if said else "")
 
     def has(self, way: SeriesKey) -> bool:
         """Whether a way is of this kind. One that has no dtype, reduction or state is of every kind."""
+        if (way.buffers or SAME) != self.buffers:
+            return False
         fields = ((getattr(way, name), getattr(self, name)) for name in ("dtype", "redop", "state"))
         return all(mine in (None, "none") or str(mine) == wanted for mine, wanted in fields)

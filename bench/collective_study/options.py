@@ -42,8 +42,8 @@ def collectives_parser(description: str | None) -> OneLineParser:
     add("--out-of-place", action=BooleanOptionalAction, default=True,
         help="also run out of place; operations that have no other form always are")  # fmt: skip
     add("--buffers", nargs="+", choices=BUFFERS, default=["same"],
-        help="same: untouched between calls; fresh: each rank writes its input before each call; new: in "
-        "new memory, too (default: same)")  # fmt: skip
+        help="same: untouched between calls; fresh: each rank writes its input before each call; new: it allocates "
+        "both buffers, too (default: same)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,
         help="ranks of a tensor group; the data groups follow from it")  # fmt: skip
     add("--group", choices=GROUPS, default="world",

@@ -148,7 +148,8 @@ def crosses(axes: Any, points: Sequence[tuple[float, float]]) -> None:
 def line_style(line: SeriesKey, transports: Sequence[str | None], kinds: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     """The colour (a transport), the marker (a dtype and reduction) and the dashes (in place) of a line.
 
-    Markers are hollow in states of the machine other than the first. Lines of rows that are skewed are dotted.
+    Markers are large for fresh buffers and small for new ones, and hollow in states of the machine other than the
+    first. Lines of rows that are skewed are dotted.
 
     transports, kinds: all that the picture shows, in its order.
     """
@@ -160,9 +161,10 @@ def line_style(line: SeriesKey, transports: Sequence[str | None], kinds: Sequenc
         *([redop] if redop not in (None, "none") else []),
         place,
     ]
-    words += [line.buffers] * bool(line.buffers) + [state] * bool(state) + [f"{skew} skew"] * bool(skew)
+    words += [f"{line.buffers} buffers"] * bool(line.buffers) + [state] * bool(state) + [f"{skew} skew"] * bool(skew)
     return {
-        "color": LINES[transports.index(transport) % len(LINES)], "markersize": 5,
+        "color": LINES[transports.index(transport) % len(LINES)],
+        "markersize": {"fresh": 8, "new": 2}.get(line.buffers or "", 5),
         "marker": "o^svd*P<>"[kinds.index((line.dtype, redop)) % 9],
         "linestyle": DOTS.get(skew or "", "--" if line.in_place else "-"),
         "fillstyle": "full" if state in (None, "state 1") else "none",

@@ -6,8 +6,9 @@ A transport opens once for a group, with buffers for its largest call. `Transpor
 input, because a caller who needs both tensors has to make that copy.
 
 Buffers are of three kinds (`bench.transports.names.BUFFERS`). "same": the same two, whose values nobody touches between
-two calls. "fresh": the same two, and each rank writes its input just before the ranks meet. "new": new memory for each
-call, whose input is written then. Neither the writing nor the allocation is measured.
+two calls. "fresh": the same two, and each rank writes its input just before the ranks meet. "new": memory that is
+allocated for each call, perhaps where another call had its own, and written then. Neither the writing nor the
+allocation is measured.
 
 To add a transport, subclass `LocalTransport` and add the class to LOCAL. The peers run in processes of their own: see
 bench/transports/peer_process.py.
@@ -273,9 +274,11 @@ class Shared(Engine):
     """The engine on tensors of `Communicator.empty`, which the ranks of a node share. Large ones use no messages."""
 
     name = "shared"
+    #: whether its buffers are windows
+    once = True
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        return ONCE if self.buffers == "new" else super().refuses(call, in_place)
+        return ONCE if self.once and self.buffers == "new" else super().refuses(call, in_place)
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         if group.size == 1 or spans_nodes(group.mpi):

@@ -80,6 +80,7 @@ class BesideWindows(Shared):
     """
 
     name = "beside-windows"
+    once = False
 
     def _memory(self, capacity: int) -> torch.Tensor:
         if not self._group._shared.segments:
@@ -172,6 +173,8 @@ class Memory(Shared):
     bound = Pass
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
+        if self.buffers != "same":
+            return "writes its buffer itself"
         if call.operation != "all_reduce" or call.nbytes % 4:
             return "is the bound of an all-reduce of whole fp32 numbers"
         return None

@@ -43,6 +43,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         self._backend, self._told = backend, Told({}) if told is None else told
+        self._identity: str | None = None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, lowercase: bool | None = None) -> Self:
@@ -122,16 +123,25 @@ class Tokenizer:
         return cls(backend)
 
     def with_sentinels(self, count: int, vocab_size: int | None = None) -> Self:
-        """This tokenizer with the sentinels of a T5 after its vocabulary, the first one last; itself if it has them.
+        """This tokenizer with the sentinels of a T5 at the end of the vocabulary, the first one last.
 
-        count: of the sentinels; fewer if ``vocab_size``, that of the model, has not so much room.
+        It is this one if it has sentinels. vocab_size: of the model; None for as many as there are tokens. count: of
+        the sentinels; fewer if the vocabulary has not so much room. Ids between the tokens and the sentinels are
+        unused. The `identity` stays. Raises ValueError where ids of this tokenizer are missing.
         """
-        room = count if vocab_size is None else min(count, vocab_size - self.vocab_size)
+        first = self.vocab_size
+        last = first + count if vocab_size is None else vocab_size
+        room = min(count, last - first)
         if room <= 0 or SENTINEL.format(0) in self.vocabulary():
             return self
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.add_special_tokens([SENTINEL.format(number) for number in reversed(range(room))])
-        return type(self)(backend, self._told)
+        unused = [f"<unused_{number}>" for number in range(first, last - room)]
+        backend.add_special_tokens([*unused, *(SENTINEL.format(number) for number in reversed(range(room)))])
+        if backend.token_to_id(SENTINEL.format(0)) != last - 1:
+            raise ValueError(f"the tokenizer leaves out ids below {first}, so that sentinels have no place")
+        made = type(self)(backend, self._told)
+        made._identity = self.identity()
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -145,8 +155,10 @@ class Tokenizer:
     def identity(self) -> str:
         """A digest that tells this vocabulary from others, whatever file it is read from: hexadecimal, 32 digits.
 
-        It is made of all tokens and their ids.
+        It is made of all tokens and their ids, without sentinels that `with_sentinels` added.
         """
+        if self._identity is not None:
+            return self._identity
         digest = hashlib.sha256()
         for token, number in sorted(self.vocabulary().items()):
             digest.update(f"{number} {len(token)} {token}\n".encode("utf-8", "surrogatepass"))

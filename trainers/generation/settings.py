@@ -26,7 +26,7 @@ class GenerateSettings(LoadOptions):
     pipeline_model_parallel_size: AtLeastOne = option(
         1, "pipeline stages that the layers are cut into; a token passes them one after the other"
     )
-    prompt: str | None = option(None, "a text to continue")
+    prompt: str | None = option(None, "a text to continue; a T5 reads it")
     prompts: Text | None = option(
         None, 'a file of texts to continue, one in each line; of .jsonl the "prompt" of the object in each line'
     )

@@ -19,7 +19,7 @@ NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Prompt(NamedTuple):
-    """A text that the model continues. where: the option, or the file and the line, that it came from."""
+    """A text that a model continues, and a T5 reads. where: the option, or the file and the line, that it came from."""
 
     where: str
     text: str
@@ -43,8 +43,8 @@ def encoded(
 ) -> list[list[int]]:
     """The tokens of each prompt, with those that the tokenizer puts around a text, such as <s>.
 
-    ends: the tokens of which a prompt must end in one; where it does not, it gets the first. Raises UsageError for a
-    prompt without a token, or with more than ``positions``.
+    ends: a prompt must end in one of these tokens; where it does not, it gets the first. Raises UsageError for a prompt
+    without a token, or with more than ``positions``.
     """
     found = []
     for prompt in prompts:
@@ -138,14 +138,14 @@ def generate_texts(
     the errors, and which ranks must call it: as for `tplayers.generate`.
     """
     strings = StopStrings(tokenizer, stop)
-    before = [()] * len(prompts) if isinstance(model, T5) else prompts
+    continued = [()] * len(prompts) if isinstance(model, T5) else prompts
     if ends is None:
         ends = [] if tokenizer.end_token is None else [tokenizer.eod]
     shown = [0] * (len(prompts) * samples)
 
     def text_of(row: int, tokens: Sequence[int]) -> str:
         kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-        return strings.cut(tokenizer.decode_after(before[row // samples], kept))
+        return strings.cut(tokenizer.decode_after(continued[row // samples], kept))
 
     def tell(row: int, text: str) -> None:
         if show is not None and len(text) > shown[row]:
@@ -155,7 +155,7 @@ def generate_texts(
     def after(row: int, tokens: Sequence[int]) -> bool:
         if show is not None:
             tell(row, strings.settled(text_of(row, tokens[: len(tokens) - tokenizer.bytes_at_end(tokens)])))
-        return strings.ends(before[row // samples], tokens)
+        return strings.ends(continued[row // samples], tokens)
 
     found = generate(
         model, prompts, max_new_tokens, sampling=sampling, seed=seed, samples=samples, numbers=numbers,
@@ -167,7 +167,7 @@ def generate_texts(
         ended_by = "length"
         if tokens and tokens[-1] in ends:
             ended_by = "end_of_text"
-        elif strings.ends(before[prompt], tokens):
+        elif strings.ends(continued[prompt], tokens):
             ended_by = "stop"
         # The last token is chosen, and does not go through the model.
         slid = len(prompts[prompt]) + len(tokens) - 1 > model.config.max_position_embeddings

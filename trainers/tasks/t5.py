@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from commengine import ProcessGrid, UsageError
+from commengine.errors import usage_errors
 from commengine.options.declared import given, require
 from tplayers import T5, Randomness, T5Config, generate, vocab_parallel_argmax
 from trainers.data.batches import GlobalBatches, TextMicrobatch
@@ -51,7 +52,8 @@ class T5Task(TransformerTask[T5Settings]):
                 "--tokenizer-model FILE: needed, as there is none beside --data-path: a sample ends in its end of text",
             )
             assert path is not None
-            tokens = read_tokenizer(path).with_sentinels(config.vocab_extra_ids).vocab_size
+            with usage_errors(f"--tokenizer-model {path}: "):
+                tokens = read_tokenizer(path).with_sentinels(config.vocab_extra_ids).vocab_size
             config = replace(config, tokenizer_model=path, vocab_size=config.vocab_size or tokens)
         found = super(T5Task, T5Task(config)).completed(ranks)
         T5Task(found).rules()

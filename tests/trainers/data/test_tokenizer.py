@@ -149,3 +149,27 @@ def test_offsets_name_the_characters_of_each_token(tmp_path: Path) -> None:
     spelt = [[text[a:b] for a, b in offsets] for text, (_, offsets) in zip(texts, found, strict=True)]
     assert spelt == [["Naïve", "s", "CAT"], [], ["cat", "漢"]]
     assert [ids for ids, _ in found] == tokenizer.encode_batch(texts)
+
+
+def test_sentinels_are_the_last_ids_and_the_vocabulary_keeps_its_identity():
+    own = Tokenizer.train_bpe(["the cat the cat sat"], 262)
+    size = own.vocab_size
+    for vocab_size, count in ((None, 4), (size + 4, 4), (size + 9, 4), (size + 2, 2)):
+        found = own.with_sentinels(4, vocab_size)
+        last = size + 4 if vocab_size is None else vocab_size
+        ids = [last - 1 - number for number in range(count)]
+        assert found.encode_around("".join(f"<extra_id_{number}>" for number in range(count))) == ids
+        assert found.decode([*own.encode("the"), ids[0]]) == "the<extra_id_0>"
+        assert (found.vocab_size, found.identity()) == (last, own.identity())
+        assert found.with_sentinels(9) is found
+        assert found.encode("<extra_id_0>") == own.encode("<extra_id_0>")  # a document's own letters
+    assert own.with_sentinels(4, size) is own
+
+
+def test_sentinels_have_no_place_among_ids_that_are_left_out():
+    described = json.loads(Tokenizer.train_bpe(["the cat"], 260).to_bytes())
+    described["model"]["vocab"] = {token: 2 * number for token, number in described["model"]["vocab"].items()}
+    described["added_tokens"] = []
+    found = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(described)))
+    with pytest.raises(ValueError, match="leaves out ids below"):
+        found.with_sentinels(4)
