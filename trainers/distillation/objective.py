@@ -33,10 +33,10 @@ Task = TypeVar("Task", GPTTask, BERTTask)
 
 
 class Distilled:
-    """(1 - alpha) times the loss of each token, alpha times that of the teacher's logits for it, and that of its angle.
+    """For each token (1 - alpha) times its own loss, alpha times that of the teacher's logits, and that of the angle.
 
-    The angle is between the last hidden states of both models. config: of the run. teacher: on the last stage. A BERT's
-    loss of sentence order is as without a teacher.
+    The angle is between the last hidden states of both models (``distill_cosine``). config: of the run. teacher: on the
+    last stage. A BERT's loss of sentence order is as without a teacher.
     """
 
     unit = "nats/token"
