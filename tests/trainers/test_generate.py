@@ -246,7 +246,7 @@ def test_an_interrupt_at_the_prompt(outcomes, folder, ranks):
     try:
         said = running.stderr.readline()
         assert said.startswith("Each line is continued by the model."), said
-        time.sleep(0.5)  # the ranks then wait for the line
+        time.sleep(mpirun.longer(1.0))  # the ranks then wait for the line
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
     finally:

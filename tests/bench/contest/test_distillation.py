@@ -6,7 +6,6 @@ import pytest
 
 from bench.contest import __main__ as command
 from bench.contest import distillation
-from tests.support import mpirun
 
 SIDES = ["alone", "with a teacher"]
 
@@ -63,11 +62,26 @@ def test_the_commands_of_the_runs_that_are_missing(tmp_path, monkeypatch):
     assert command.main(argv) == 0 and len(found) == 9
 
 
+TINY = """
+hidden-size: 16
+num-attention-heads: 2
+seq-length: 16
+micro-batch-size: 4
+global-batch-size: 8
+make-vocab-size-divisible-by: 64
+mock-data: true
+vocab-size: 100
+eval-iters: 2
+lr: 1.0e-2
+"""
+
+
 @pytest.mark.long
 @pytest.mark.slow
-def test_one_seed_of_two_kinds(tmp_path):
-    if not (mpirun.ROOT / "runs/data/stdlib.bin").exists():
-        pytest.skip("make runs/data/stdlib.bin makes the text")
+def test_one_seed_of_two_kinds(tmp_path, monkeypatch):
+    """Real runs, of a tiny model on mock data."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setattr(distillation, "CONFIG", str(tmp_path / "tiny.yaml"))
     argv = ["distillation", "--folder", str(tmp_path), "--seeds", "1", "--steps", "20", "--teacher-steps", "20"]
     assert command.main([*argv, "--sides", *SIDES, "--json", str(tmp_path / "r.json")]) == 0
     (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
