@@ -108,19 +108,17 @@ def _require_memory(config: GenerateSettings, trained: Trained, longest: int) ->
     They are those of the stage with most layers. longest: the tokens of the longest prompt.
     """
     model, layers = trained.model, max(len(part.numbers) for part in task_of(trained.settings).parts())
+    element, what, scores = next(model.parameters()).element_size(), "the keys and values", 0
     if isinstance(model, T5):  # its decoder keeps those of the encoder's output, too
-        layers = model.config.num_layers
+        what, layers = "the encoder's scores, the keys and the values", model.config.num_layers
+        heads = model.config.head_split(model.comm.size).local_heads
+        # the distances of its encoder; its bias, its scores and their softmax
+        scores = longest**2 * (8 + 3 * config.micro_batch_size * heads * element)
     longest_text = model.config.max_position_embeddings
     shape = replace(model.config.cost_shape(longest_text, tensor=model.comm.size), layers=layers)
     rows = config.micro_batch_size * config.num_samples
     tokens = min(longest_text, longest + config.max_new_tokens)
-    element = next(model.parameters()).element_size()
-    needed = formulas.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
-    what = "the keys and values"
-    if isinstance(model, T5):  # the distances of its encoder; its bias, its scores and their softmax
-        what = "the encoder's scores, the keys and the values"
-        heads = model.config.head_split(model.comm.size)
-        needed += longest**2 * (8 + 3 * config.micro_batch_size * heads.local_heads * element)
+    needed = scores + formulas.key_value_bytes(shape, rows, tokens, model.comm.size, element_bytes=element)
     there = machine_memory(config.device)
     require(
         needed <= there,

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bench.collective_study.measurement import SeriesKey
+from bench.transports.names import FRESH, NEW, SAME
 from commengine import UsageError
-
-#: the kind of buffers of a row that does not say it
-SAME = "same"
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,13 @@ class KindOfRows:
             if len(there) > 1:
                 said.append(f"{chosen[name]} of {', '.join(there)} (--{name} chooses)")
         kinds = {way.buffers or SAME for way, _ in measured} or {SAME}
-        buffers = next(kind for kind in ("fresh", SAME, "new") if kind in kinds)
+        buffers = next(kind for kind in (FRESH, SAME, NEW) if kind in kinds)
         if len(kinds) > 1:
             said.append(f"{buffers} buffers of {', '.join(sorted(kinds))}")
         return KindOfRows(**chosen, buffers=buffers, words=f"the model has {'; '.join(said)}" if said else "")
 
     def has(self, way: SeriesKey) -> bool:
         """Whether a way is of this kind. One that has no dtype, reduction or state is of every kind."""
-        if (way.buffers or SAME) != self.buffers:
-            return False
         fields = ((getattr(way, name), getattr(self, name)) for name in ("dtype", "redop", "state"))
-        return all(mine in (None, "none") or str(mine) == wanted for mine, wanted in fields)
+        same_kind = all(mine in (None, "none") or str(mine) == wanted for mine, wanted in fields)
+        return same_kind and (way.buffers or SAME) == self.buffers

@@ -18,6 +18,7 @@ from bench.timing.sampling import Sampler, Stopping, Timed, Times, sample
 from bench.timing.starting import MOST_SKEW, ROUND_SECONDS, AgreedStart, Clock, MpiExchange, spans_nodes
 from bench.timing.states import States
 from bench.transports.in_process import Bound, LocalCall, Streamed, Transport, timed
+from bench.transports.names import SAME
 from bench.transports.operations import IN_PLACE, CollectiveCall
 from bench.transports.peer_process import PEERS, PeerTransport
 from bench.transports.variants import TRANSPORTS, share_memory
@@ -120,13 +121,9 @@ def _largest(comm: Communicator, mine: Times) -> Times:
 
 
 def measure_call(
-    place: GroupSetup,
-    call: CollectiveCall,
-    transports: Sequence[Transport],
-    variants: Sequence[bool],
-    seed: int,
-    buffers: Sequence[str] = ("same",),
-) -> tuple[list[Measurement], list[dict[str, Any]]]:
+    place: GroupSetup, call: CollectiveCall, transports: Sequence[Transport], variants: Sequence[bool], seed: int,
+    buffers: Sequence[str] = (SAME,),
+) -> tuple[list[Measurement], list[dict[str, Any]]]:  # fmt: skip
     """Measure ``call``. Returns its measurements (on rank 0; empty elsewhere), and what was skipped and why.
 
     A measurement is that of the slowest group, but its wrong elements are those of all groups.
@@ -142,7 +139,7 @@ def measure_call(
         places = [one for one in variants if not one or call.operation in IN_PLACE] or [False]
         for transport.buffers, in_place in product(buffers, places):
             about = _about(call, transport.name, place.name, in_place)
-            about |= {} if transport.buffers == "same" else {"buffers": transport.buffers}
+            about |= {} if transport.buffers == SAME else {"buffers": transport.buffers}
             try:
                 if (reason := transport.refuses(call, in_place)) is not None:
                     raise CollectiveError(reason)

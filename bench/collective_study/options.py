@@ -6,7 +6,7 @@ from argparse import BooleanOptionalAction
 
 from bench.command.files import add_files
 from bench.command.parser import new_parser
-from bench.transports.names import BUFFERS, DTYPES, OPERATIONS, REDOPS, TRANSPORTS
+from bench.transports.names import BUFFERS, DTYPES, OPERATIONS, REDOPS, SAME, TRANSPORTS
 from commengine.options.parser import OneLineParser
 from commengine.options.ranges import AT_LEAST_ONE, COUNT, OPEN_FRACTION, SECONDS, ValidRange
 
@@ -41,7 +41,7 @@ def collectives_parser(description: str | None) -> OneLineParser:
     add("--in-place", action=BooleanOptionalAction, default=True, help="also run in place, where an operation can")
     add("--out-of-place", action=BooleanOptionalAction, default=True,
         help="also run out of place; operations that have no other form always are")  # fmt: skip
-    add("--buffers", nargs="+", choices=BUFFERS, default=["same"],
+    add("--buffers", nargs="+", choices=BUFFERS, default=[SAME],
         help="same: untouched between calls; fresh: each rank writes its input before each call; new: it allocates "
         "both buffers, too (default: same)")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, valid=AT_LEAST_ONE, default=1,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.collective_study.measurement import Measurement, SeriesKey, comparable
+from bench.transports.names import FRESH, NEW, SAME
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ COLUMNS = (
     ("+-median", "(%)", 8, lambda row: _interval(row) + ("" if row.converged else "*")),
     ("calls", "", 6, lambda row: f"{row.iterations}"),
     ("place", "", 5, lambda row: "in" if row.in_place else "out"),
-    ("buffers", "", 7, lambda row: row.buffers or "same"),
+    ("buffers", "", 7, lambda row: row.buffers or SAME),
     ("transport", "", 10, lambda row: row.transport),
 )
 #: the transports in words, in pictures and on pages; a transport without an entry has its own name
@@ -164,7 +165,7 @@ def line_style(line: SeriesKey, transports: Sequence[str | None], kinds: Sequenc
     words += [f"{line.buffers} buffers"] * bool(line.buffers) + [state] * bool(state) + [f"{skew} skew"] * bool(skew)
     return {
         "color": LINES[transports.index(transport) % len(LINES)],
-        "markersize": {"fresh": 8, "new": 2}.get(line.buffers or "", 5),
+        "markersize": {FRESH: 8, NEW: 2}.get(line.buffers or SAME, 5),
         "marker": "o^svd*P<>"[kinds.index((line.dtype, redop)) % 9],
         "linestyle": DOTS.get(skew or "", "--" if line.in_place else "-"),
         "fillstyle": "full" if state in (None, "state 1") else "none",

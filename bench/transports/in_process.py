@@ -29,6 +29,7 @@ from torch import Tensor
 
 from bench.timing.sampling import Times
 from bench.timing.starting import spans_nodes
+from bench.transports.names import FRESH, NEW, SAME
 from bench.transports.operations import OPERATIONS, REDUCING, Buffers, CollectiveCall
 from commengine import CollectiveError, Communicator
 from commengine.dtypes import MpiTypes
@@ -64,7 +65,7 @@ class Transport(ABC):
     #: every rank of the group calls it before each call that is bound from now on
     meet: Callable[[], object]
     #: the kind of buffers of the calls that are bound from now on
-    buffers: str = "same"
+    buffers: str = SAME
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         """The reason why this transport cannot make the call, or None. The same on every rank."""
@@ -179,9 +180,9 @@ class LocalTransport(Transport):
         if call.operation not in self.operations:
             raise ValueError(f"{self.name} does not run {call.operation}")
         made = self._made(call, in_place, self._buffers)
-        before = partial(self._buffers.write, call, self._rank, in_place) if self.buffers == "fresh" else None
+        before = partial(self._buffers.write, call, self._rank, in_place) if self.buffers == FRESH else None
         renew = None
-        if self.buffers == "new":
+        if self.buffers == NEW:
             sizes = [max(view.nbytes, 1) for view in self._buffers.views(call, self._rank, in_place)]
             like = self._buffers.memory[0]
             renew = lambda: self._made(call, in_place, Buffers(*(like.new_empty(size) for size in sizes)))  # noqa: E731
@@ -278,7 +279,7 @@ class Shared(Engine):
     once = True
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        return ONCE if self.once and self.buffers == "new" else super().refuses(call, in_place)
+        return ONCE if self.once and self.buffers == NEW else super().refuses(call, in_place)
 
     def __init__(self, group: Communicator, capacity: int) -> None:
         if group.size == 1 or spans_nodes(group.mpi):

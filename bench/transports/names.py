@@ -8,8 +8,8 @@ OPERATIONS = (
     "barrier", "send", "all_to_all_v", "all_gather_v",
 )  # fmt: skip
 REDOPS = ("sum", "prod", "min", "max", "avg")
-#: the kinds of buffers: see bench/transports/in_process.py
-BUFFERS = ("same", "fresh", "new")
+#: the kinds of buffers: see bench/transports/in_process.py. A row that says none has the first
+BUFFERS = SAME, FRESH, NEW = ("same", "fresh", "new")
 #: torch's
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")
 #: `bench.transports.variants.TRANSPORTS`, and after them `bench.transports.peer_process.PEERS`

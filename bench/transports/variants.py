@@ -18,6 +18,7 @@ import torch
 
 from bench.timing.sampling import Times
 from bench.transports.in_process import LOCAL, Bound, Engine, LocalCall, Mpi4py, Shared, Transport
+from bench.transports.names import SAME
 from bench.transports.operations import Buffers, CollectiveCall
 from commengine import CollectiveError, Communicator, Work
 
@@ -173,7 +174,7 @@ class Memory(Shared):
     bound = Pass
 
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
-        if self.buffers != "same":
+        if self.buffers != SAME:
             return "writes its buffer itself"
         if call.operation != "all_reduce" or call.nbytes % 4:
             return "is the bound of an all-reduce of whole fp32 numbers"

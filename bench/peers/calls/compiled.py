@@ -27,6 +27,7 @@ from bench.peers.calls.obeying import serve
 from bench.timing.sampling import Times
 from bench.transports.environments import FOLDER, SOCKET
 from bench.transports.in_process import ONCE, LocalCall, LocalTransport
+from bench.transports.names import NEW
 from bench.transports.operations import OPERATIONS, REDUCING, CollectiveCall
 from commengine.mpi import load_mpi
 
@@ -118,7 +119,7 @@ class Compiled(LocalTransport):
     def refuses(self, call: CollectiveCall, in_place: bool) -> str | None:
         if call.dtype not in DTYPE_CODES or (call.operation in REDUCING and call.redop != "sum"):
             return "the loop runs float32 and bfloat16, and sums only"
-        if self.buffers == "new":
+        if self.buffers == NEW:
             return ONCE
         return super().refuses(call, in_place)
 
